@@ -1,0 +1,193 @@
+"""What a user asks and what comes back. Field names follow vLLM's, so that code written for it reads the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pagedjax.errors import RequestError
+
+FinishReason = Literal["stop", "length"]
+_MAX_SEED = 2**32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next token and when to stop.
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy.
+      top_k: keep the `k` likeliest tokens; 0 or -1 is off.
+      top_p: then keep the likeliest tokens until their probabilities reach `top_p`; 1 is off.
+      seed: makes the request's tokens reproducible, whatever runs beside it; ``None`` draws one.
+      max_tokens: the most new tokens.
+      stop_token_ids: tokens that end the answer, beside the model's own end tokens.
+      ignore_eos: go on past the model's own end tokens.
+      logprobs: report the log-probability of each new token and of the `logprobs` likeliest; ``None`` reports none.
+      skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+      RequestError: a value out of range; the message names the field.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature)
+        if self.temperature < 0:
+            raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        _number("top_p", self.top_p)
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if _integer("top_k", self.top_k) < -1:
+            raise RequestError(f"top_k is {self.top_k}; it must be 1 or more, or 0 or -1 for off")
+        if _integer("max_tokens", self.max_tokens) < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if self.seed is not None and not 0 <= _integer("seed", self.seed) < _MAX_SEED:
+            raise RequestError(f"seed is {self.seed}; it must be from 0 to 2**32 - 1")
+        if self.logprobs is not None and not 0 <= _integer("logprobs", self.logprobs) <= 64:
+            raise RequestError(f"logprobs is {self.logprobs}; it must be from 0 to 64, or None for none")
+        try:
+            ids = tuple(_integer("stop_token_ids", i) for i in self.stop_token_ids)
+        except TypeError:
+            raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a sequence of token ids") from None
+        if any(i < 0 for i in ids):
+            raise RequestError(f"stop_token_ids is {list(ids)}; token ids are 0 or more")
+        object.__setattr__(self, "stop_token_ids", ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt, checked against the model, with everything that decides its answer.
+
+    Attributes:
+      prompt_token_ids: at least one id.
+      params: with a seed filled in.
+      stop_token_ids: every id that ends it, the model's own included unless they are ignored.
+      max_new_tokens: `params.max_tokens`, cut to the room that the model's length leaves.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    max_new_tokens: int
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return len(self.prompt_token_ids) + self.max_new_tokens
+
+
+def make_request(
+    prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int], vocab_size: int, max_model_len: int, default_seed: int
+) -> Request:
+    """Check one prompt and resolve its parameters.
+
+    Args:
+      prompt_token_ids: token ids in ``[0, vocab_size)``.
+      params: as the user gave them.
+      eos_ids: the model's own end tokens.
+      vocab_size: of the model.
+      max_model_len: the most tokens of prompt and output together.
+      default_seed: used when `params` has none.
+
+    Raises:
+      RequestError: an empty prompt, an id out of range, or a prompt that leaves no room for a token.
+    """
+    try:
+        ids = tuple(_integer("a prompt's token id", i) for i in prompt_token_ids)
+    except TypeError:
+        raise RequestError(f"a prompt is {prompt_token_ids!r}; it must be a sequence of token ids") from None
+    if not ids:
+        raise RequestError("a prompt is empty; it needs at least one token")
+    for position, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"token id {token} at position {position} of a prompt is out of range; ids are 0 to {vocab_size - 1}")
+    if len(ids) >= max_model_len:
+        raise RequestError(f"a prompt has {len(ids)} tokens; with max_model_len {max_model_len} it may have at most {max_model_len - 1}")
+    stop = dict.fromkeys(params.stop_token_ids)
+    if not params.ignore_eos:
+        stop |= dict.fromkeys(eos_ids)
+    if params.seed is None:
+        params = dataclasses.replace(params, seed=default_seed)
+    return Request(ids, params, tuple(stop), min(params.max_tokens, max_model_len - len(ids)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """Natural log-probability of one token under the model's own distribution (before temperature and filters)."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionOutput:
+    """One answer.
+
+    Attributes:
+      index: which of the request's samples.
+      text: the answer, special tokens left out unless asked for.
+      token_ids: the answer's tokens, a final end token included.
+      cumulative_logprob: sum over `token_ids`, or ``None`` when log-probabilities were not asked for.
+      logprobs: for each token a dict from token id to `Logprob`: the token itself and the likeliest; or ``None``.
+      finish_reason: ``"stop"`` (an end token) or ``"length"``.
+      stop_reason: the id in `SamplingParams.stop_token_ids` that ended it; ``None`` for a model's own end token or a length stop.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: FinishReason
+    stop_reason: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """A request and its answers.
+
+    Attributes:
+      request_id: unique within the `LLM`.
+      prompt: the text, or ``None`` when token ids were given.
+      prompt_token_ids: what the model read.
+      outputs: the answers.
+      finished: always true here: the offline interface returns whole answers.
+      metrics: seconds of the batch that this request ran in (``prefill_s``, ``decode_s``) and its seed.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = True
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"{name} is {value!r}; it must be a finite number")
+    return float(value)
+
+
+def _integer(name: str, value: Any) -> int:
+    # operator.index takes NumPy integers too, and refuses floats and strings.
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise RequestError(f"{name} is {value!r}; it must be an integer") from None
