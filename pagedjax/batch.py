@@ -1,0 +1,128 @@
+"""Turns one step's decision into the arrays of `StepInputs`. NumPy only; every array is built fresh.
+
+Fresh matters: `jax.device_put` may share memory with a NumPy array, so an array that is edited later would change a step
+that is still running.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagedjax.inputs import SamplingInputs, StepInputs
+from pagedjax.request import Request
+
+_MIN_TOKENS = 16  # the smallest token bucket of a prefill
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Consecutive prompt tokens ``start .. start + length`` of row `row`, computed in one step."""
+
+    row: int
+    start: int
+    length: int
+
+
+def bucket(n: int, minimum: int = 1) -> int:
+    """The smallest power of two that is at least `n` and `minimum`: the padded size that a step is compiled for."""
+    return max(minimum, 1 << max(n - 1, 0).bit_length())
+
+
+def plan_prefill(prompt_lens: Sequence[int], token_budget: int) -> list[list[Chunk]]:
+    """Cut prompts into steps of at most `token_budget` tokens, rows in order, each step filled before the next begins."""
+    if token_budget < 1:
+        raise ValueError(f"token_budget is {token_budget}; a step needs at least 1 token")
+    steps: list[list[Chunk]] = []
+    room = 0
+    for row, length in enumerate(prompt_lens):
+        start = 0
+        while start < length:
+            if room == 0:
+                steps.append([])
+                room = token_budget
+            take = min(room, length - start)
+            steps[-1].append(Chunk(row, start, take))
+            start, room = start + take, room - take
+    return steps
+
+
+def block_tables(rows: Sequence[Sequence[int]], num_rows: int, width: int) -> np.ndarray:
+    """A fresh i32[num_rows, width] table; unused entries name the null block."""
+    table = np.zeros((num_rows, width), np.int32)
+    for row, ids in enumerate(rows):
+        table[row, : len(ids)] = ids
+    return table
+
+
+def prefill_inputs(
+    chunks: Sequence[Chunk],
+    prompts: Sequence[Sequence[int]],
+    blocks: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    table_width: int,
+    num_state_rows: int,
+) -> StepInputs:
+    """`StepInputs` of a step without decode rows.
+
+    Args:
+      chunks: what to compute, at most one chunk a row.
+      prompts: token ids of every row.
+      blocks: physical block ids of every row, enough for its chunk.
+      block_size: tokens a block [Z].
+      table_width: columns of the block table [M].
+      num_state_rows: rows of `RequestState`; a chunk that does not end its prompt gets this number as state row, which is none.
+
+    Returns:
+      inputs with ``T = bucket(tokens)``, ``C = R = bucket(rows)`` and ``B = 0``.
+    """
+    num_rows = bucket(len(chunks))
+    num_tokens = bucket(sum(chunk.length for chunk in chunks), _MIN_TOKENS)
+    token_ids, positions, slots = (np.zeros(num_tokens, np.int32) for _ in range(3))
+    start_loc = np.zeros(num_rows + 1, np.int32)
+    context_lens = np.zeros(num_rows, np.int32)
+    logit_ids = np.zeros(num_rows, np.int32)
+    state_ids = np.full(num_rows, num_state_rows, np.int32)
+    at = 0
+    for c, chunk in enumerate(chunks):
+        end, stop = at + chunk.length, chunk.start + chunk.length
+        position = np.arange(chunk.start, stop, dtype=np.int32)
+        ids = np.asarray(blocks[chunk.row], np.int32)
+        token_ids[at:end] = prompts[chunk.row][chunk.start : stop]
+        positions[at:end] = position
+        slots[at:end] = ids[position // block_size] * block_size + position % block_size
+        context_lens[c] = stop
+        if stop == len(prompts[chunk.row]):
+            logit_ids[c], state_ids[c] = end - 1, chunk.row
+        start_loc[c + 1 :] = at = end
+    return StepInputs(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slots,
+        decode_block_tables=np.zeros((0, table_width), np.int32),
+        decode_context_lens=np.zeros(0, np.int32),
+        prefill_block_tables=block_tables([blocks[chunk.row] for chunk in chunks], num_rows, table_width),
+        prefill_query_start_loc=start_loc,
+        prefill_context_lens=context_lens,
+        logit_ids=logit_ids,
+        state_ids=state_ids,
+    )
+
+
+def sampling_inputs(requests: Sequence[Request], num_rows: int) -> SamplingInputs:
+    """`SamplingInputs` of `num_rows` rows, the first of them the requests; pad rows are greedy and may not produce a token."""
+    num_stops = bucket(max((len(r.stop_token_ids) for r in requests), default=1), 1)
+    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
+    top_k, sample_index, max_new = (np.zeros(num_rows, np.int32) for _ in range(3))
+    seed = np.zeros(num_rows, np.uint32)
+    stops = np.full((num_rows, num_stops), -1, np.int32)
+    for row, request in enumerate(requests):
+        params = request.params
+        temperature[row], top_p[row], top_k[row] = params.temperature, params.top_p, max(params.top_k, 0)
+        seed[row] = 0 if params.seed is None else params.seed
+        max_new[row] = request.max_new_tokens
+        stops[row, : len(request.stop_token_ids)] = request.stop_token_ids
+    return SamplingInputs(temperature, top_k, top_p, seed, sample_index, max_new, stops)
