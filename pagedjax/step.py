@@ -1,0 +1,186 @@
+"""What one dispatch runs on the device: a prefill step, or a loop of decode steps with early exit. Pure functions.
+
+Both take the cache and the rows' state and return them; jit them with both donated and nothing is copied.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jax.sharding import Mesh
+
+from pagedjax.config import ModelConfig
+from pagedjax.inputs import SamplingInputs, StepInputs
+from pagedjax.kv_cache import KVCache
+from pagedjax.model import forward
+from pagedjax.params import Params
+from pagedjax.sampling import Sampled, log_probabilities, sample
+
+
+@struct.dataclass
+class RequestState:
+    """What the device remembers of each row between steps.
+
+    Attributes:
+      last_token: i32[B], the newest token, whose keys and values are not in the cache yet.
+      num_computed_tokens: i32[B], tokens whose keys and values are in the cache; also the position of `last_token`.
+      num_generated: i32[B], new tokens so far.
+      done: bool[B]; a finished row computes nothing that counts and writes nothing.
+    """
+
+    last_token: jax.Array
+    num_computed_tokens: jax.Array
+    num_generated: jax.Array
+    done: jax.Array
+
+
+def make_state(num_rows: int) -> RequestState:
+    """State of `num_rows` rows that have no request yet."""
+    # Four arrays, not one used thrice: a donated buffer can be given away only once.
+    return RequestState(*(jnp.zeros(num_rows, jnp.int32) for _ in range(3)), jnp.ones(num_rows, bool))
+
+
+def prefill_step(
+    params: Params,
+    cache: KVCache,
+    state: RequestState,
+    inputs: StepInputs,
+    sampling: SamplingInputs,
+    *,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    num_logprobs: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Sampled, KVCache, RequestState]:
+    """Compute prompt tokens; where a prompt ends, sample its first new token and start its row.
+
+    Args:
+      params, cache, config, mesh, implementation: see `model.forward`.
+      state: of all rows [B].
+      inputs: a step without decode rows.
+      sampling: of all rows [B].
+      num_logprobs: how many of the likeliest tokens to report; ``None`` for no log-probabilities. Static.
+
+    Returns:
+      what was sampled at each of the `R` logit positions (meaningless where ``state_ids`` names no row), cache and state.
+    """
+    logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
+    rows = inputs.state_ids
+    position = inputs.positions[inputs.logit_ids] + 1
+    of_rows = SamplingInputs(*(leaf.at[rows].get(mode="clip") for leaf in sampling))
+    token = sample(logits, of_rows, position)
+    generated = jnp.ones_like(token)
+    state = RequestState(
+        last_token=state.last_token.at[rows].set(token, mode="drop"),
+        num_computed_tokens=state.num_computed_tokens.at[rows].set(position, mode="drop"),
+        num_generated=state.num_generated.at[rows].set(generated, mode="drop"),
+        done=state.done.at[rows].set(_finished(token, generated, of_rows), mode="drop"),
+    )
+    return _report(logits, token, num_logprobs), cache, state
+
+
+def decode_loop(
+    params: Params,
+    cache: KVCache,
+    state: RequestState,
+    block_tables: jax.Array,
+    sampling: SamplingInputs,
+    *,
+    config: ModelConfig,
+    num_steps: int,
+    window: int = 1,
+    mesh: Mesh | None = None,
+    num_logprobs: int | None = None,
+    implementation: str | None = None,
+) -> tuple[Sampled, KVCache, RequestState]:
+    """Decode up to `num_steps` tokens a row in one dispatch, leaving early when every row is done.
+
+    Args:
+      params, cache, config, mesh, implementation: see `model.forward`.
+      state: of all rows [B].
+      block_tables: i32[B, M], with blocks for every token that a row may still produce.
+      sampling: of all rows [B].
+      num_steps: static, a multiple of `window`.
+      window: steps between two looks at whether all rows are done: a look costs a GPU a round trip to the host, and skipping
+        it costs up to ``window - 1`` steps without effect.
+      num_logprobs: see `prefill_step`.
+
+    Returns:
+      what was sampled, each leaf with a leading axis of `num_steps`; token -1 after a row is done. Then cache and state.
+    """
+    if num_steps < 1 or window < 1 or num_steps % window:
+        raise ValueError(f"num_steps {num_steps} must be a positive multiple of window {window}")
+    num_rows = state.done.shape[0]
+
+    def one_step(index: jax.Array, carry: tuple[KVCache, RequestState, Sampled]) -> tuple[KVCache, RequestState, Sampled]:
+        cache, state, out = carry
+        inputs = _decode_inputs(state, block_tables, cache.block_size)
+        logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
+        token = sample(logits, sampling, state.num_computed_tokens + 1)
+        live = ~state.done
+        generated = state.num_generated + live
+        reported = _report(logits, token, num_logprobs)._replace(token=jnp.where(live, token, -1))
+        out = jax.tree.map(lambda buffer, leaf: lax.dynamic_update_index_in_dim(buffer, leaf, index, 0), out, reported)
+        state = RequestState(
+            last_token=jnp.where(live, token, state.last_token),
+            num_computed_tokens=state.num_computed_tokens + live,
+            num_generated=generated,
+            done=state.done | _finished(token, generated, sampling),
+        )
+        return cache, state, out
+
+    def one_window(carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]) -> tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]:
+        start, rest = carry
+        return start + window, lax.fori_loop(0, window, lambda i, c: one_step(start + i, c), rest)
+
+    def unfinished(carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]) -> jax.Array:
+        start, (_, state, _) = carry
+        return (start < num_steps) & ~jnp.all(state.done)
+
+    _, (cache, state, out) = lax.while_loop(unfinished, one_window, (jnp.int32(0), (cache, state, _buffers(num_steps, num_rows, num_logprobs))))
+    return out, cache, state
+
+
+def _decode_inputs(state: RequestState, block_tables: jax.Array, block_size: int) -> StepInputs:
+    """The step that computes each live row's newest token."""
+    num_rows, width = block_tables.shape
+    position = jnp.where(state.done, 0, state.num_computed_tokens)
+    block = jnp.take_along_axis(block_tables, (position // block_size)[:, None], axis=1, mode="clip")[:, 0]
+    nothing = jnp.zeros(0, jnp.int32)
+    return StepInputs(
+        token_ids=state.last_token,
+        positions=position,
+        slot_mapping=jnp.where(state.done, 0, block * block_size + position % block_size),
+        decode_block_tables=block_tables,
+        decode_context_lens=jnp.where(state.done, 0, position + 1),
+        prefill_block_tables=jnp.zeros((0, width), jnp.int32),
+        prefill_query_start_loc=jnp.zeros(1, jnp.int32),
+        prefill_context_lens=nothing,
+        logit_ids=jnp.arange(num_rows, dtype=jnp.int32),
+        state_ids=jnp.arange(num_rows, dtype=jnp.int32),
+    )
+
+
+def _finished(token: jax.Array, generated: jax.Array, sampling: SamplingInputs) -> jax.Array:
+    stopped = jnp.any(token[:, None] == sampling.stop_token_ids, axis=-1)
+    return stopped | (generated >= sampling.max_new_tokens)
+
+
+def _report(logits: jax.Array, token: jax.Array, num_logprobs: int | None) -> Sampled:
+    return Sampled(token) if num_logprobs is None else log_probabilities(logits, token, num_logprobs)
+
+
+def _buffers(num_steps: int, num_rows: int, num_logprobs: int | None) -> Sampled:
+    token = jnp.full((num_steps, num_rows), -1, jnp.int32)
+    if num_logprobs is None:
+        return Sampled(token)
+    top = (num_steps, num_rows, num_logprobs)
+    return Sampled(
+        token,
+        jnp.zeros((num_steps, num_rows), jnp.float32),
+        jnp.zeros((num_steps, num_rows), jnp.int32),
+        jnp.zeros(top, jnp.int32),
+        jnp.zeros(top, jnp.float32),
+    )
