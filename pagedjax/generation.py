@@ -84,6 +84,10 @@ class RunOptions:
     mesh: Mesh | None = None
     implementation: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.window is not None and (self.window < 1 or self.window & (self.window - 1)):
+            raise ValueError(f"window is {self.window}; it must be a power of two")
+
     def resolved_window(self) -> int:
         """The window in steps."""
         if self.window is not None:
