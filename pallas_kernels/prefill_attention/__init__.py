@@ -1,48 +1,45 @@
 """Paged prefill attention: ragged rows packed end to end, each causal against its own paged context.
 
-One op, `paged_prefill_attention`. First chunks, later chunks and prefix hits differ only in how far ``context_lens``
-stands ahead of the row's number of queries. Backends: ``reference`` (XLA, any platform).
+First chunks, later chunks and prefix hits differ only in how far ``context_lens`` stands ahead of the row's number of
+queries.
 """
 
-from typing import Literal, overload
+from dataclasses import dataclass
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.prefill_attention.reference import prefill_attention_reference
+from pallas_kernels._attention import AttentionOptions, attention_options, check_array, check_heads, run_differentiable
+from pallas_kernels._dispatch import Op, current_device
+from pallas_kernels.kv_layout import Pool, describe_pools
 
-__all__ = ["paged_prefill_attention"]
+OP = Op(
+    name="paged_prefill_attention",
+    modules={
+        "reference": "pallas_kernels.prefill_attention.reference",
+        "pallas_triton": "pallas_kernels.prefill_attention.pallas_triton",
+        "pallas_triton_interpret": "pallas_kernels.prefill_attention.pallas_triton",
+    },
+    preference=("pallas_triton", "reference"),
+)
 
-_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
+@dataclass(frozen=True)
+class PrefillProblem:
+    """Static description of one call."""
 
-def _check(
-    q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, block_tables: jax.Array, query_start_loc: jax.Array, context_lens: jax.Array
-) -> None:
-    """Raises `ValueError` naming both values for arguments that do not fit together."""
-    for name, x, letters in (("q", q, "[T, N, H]"), ("k_pool", k_pool, "[P, K, Z, H]"), ("block_tables", block_tables, "[C, M]")):
-        if x.ndim != letters.count(",") + 1:
-            raise ValueError(f"{name} must be {letters}, got shape {x.shape}")
-        if 0 in x.shape:
-            raise ValueError(f"{name} must not be empty, got shape {x.shape}")
-    if k_pool.shape != v_pool.shape:
-        raise ValueError(f"k_pool and v_pool must have one shape, got {k_pool.shape} and {v_pool.shape}")
-    if q.shape[2] != k_pool.shape[3]:
-        raise ValueError(f"q and k_pool must have one head size, got {q.shape[2]} and {k_pool.shape[3]}")
-    if q.shape[1] % k_pool.shape[1]:
-        raise ValueError(f"the number of query heads must be a multiple of the number of KV heads, got {q.shape[1]} and {k_pool.shape[1]}")
-    if q.dtype not in _FLOATS:
-        raise ValueError(f"q must be bfloat16, float16 or float32, got {q.dtype}")
-    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        if pool.dtype != q.dtype:
-            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {pool.dtype}")
-    num_rows = block_tables.shape[0]
-    for name, x, shape in (("query_start_loc", query_start_loc, (num_rows + 1,)), ("context_lens", context_lens, (num_rows,))):
-        if x.shape != shape:
-            raise ValueError(f"{name} must have shape {shape} for block_tables of {num_rows} rows, got {x.shape}")
-    for name, x in (("block_tables", block_tables), ("query_start_loc", query_start_loc), ("context_lens", context_lens)):
-        if x.dtype != jnp.int32:
-            raise ValueError(f"{name} must be int32, got {x.dtype}")
+    num_tokens: int  # T
+    num_rows: int  # C
+    num_heads: int  # N
+    table_width: int  # M
+    pool: Pool
+    options: AttentionOptions
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head, G."""
+        return self.num_heads // self.pool.num_kv_heads
 
 
 @overload
@@ -93,50 +90,81 @@ def paged_prefill_attention(
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Causal attention of packed query tokens over a paged KV cache that already holds this step's K and V.
+    """Causal attention of packed query tokens over a paged KV cache that already holds this step's keys and values.
 
-    Row ``c`` owns queries ``query_start_loc[c]:query_start_loc[c + 1]``; its last query stands at absolute position
+    Row ``c`` owns queries ``query_start_loc[c]:query_start_loc[c + 1]``; its last query stands at position
     ``context_lens[c] - 1``, and every query sees the keys of its row at its own position and before. Cells that no row
     owns may hold anything, NaN included. Differentiable in ``q``, ``k_pool`` and ``v_pool``.
 
     Args:
-        q: ``[T, N, H]`` bfloat16, float16 or float32; tokens from ``query_start_loc[-1]`` on are pads.
-        k_pool: ``[P, K, Z, H]`` in ``q.dtype``, ``N`` a multiple of ``K``.
-        v_pool: like ``k_pool``.
-        block_tables: i32 ``[C, M]``, physical block of each row's logical blocks; entries behind the context are ignored.
-        query_start_loc: i32 ``[C + 1]``, ascending from 0; equal neighbours are a row without queries.
-        context_lens: i32 ``[C]``, at least the row's number of queries.
-        scale: factor on the logits, ``H ** -0.5`` by default.
+        q: ``[T, N, H]`` queries, of the pools' dtype; tokens from ``query_start_loc[-1]`` on are pads.
+        k_pool: ``[P, K, Z, H]`` keys, bfloat16, float16 or float32; ``N`` is a multiple of ``K``.
+        v_pool: ``[P, K, Z, H]`` values.
+        block_tables: ``int32[C, M]``, the physical block of each logical block. Entries that the context does not reach
+            may name any block, the null block by convention.
+        query_start_loc: ``int32[C + 1]``, ascending from 0 and at most ``T``; equal neighbours are a row without queries.
+        context_lens: ``int32[C]``, how many tokens each row holds, its queries included; at most ``M * Z``.
+        scale: factor on the logits; ``H ** -0.5`` by default.
         sliding_window: a query sees itself and the ``sliding_window - 1`` tokens before it.
         soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
-        return_lse: also return the log-sum-exp of the logits.
-        implementation: a backend's name, or `None` for the fastest one that supports these arguments here.
+        return_lse: also return the natural logarithm of the softmax's denominator.
+        implementation: a name runs or raises; ``None`` picks the fastest that serves these shapes here.
 
     Returns:
-        out ``[T, N, H]`` in ``q.dtype``, 0 for pads; with ``return_lse`` also the natural log-sum-exp f32 ``[T, N]``,
-        -inf for pads.
+        ``[T, N, H]`` in q's dtype, or that and ``float32[T, N]``. Pads and queries without keys give exactly 0 and ``-inf``.
 
     Raises:
-        ValueError: arguments that do not fit together, or an unknown implementation.
+        ValueError: the arguments do not fit together, or there is no implementation of that name.
+        NotImplementedError: the named implementation does not run here; the message says why.
     """
-    q, k_pool, v_pool = jnp.asarray(q), jnp.asarray(k_pool), jnp.asarray(v_pool)
-    block_tables, query_start_loc, context_lens = jnp.asarray(block_tables), jnp.asarray(query_start_loc), jnp.asarray(context_lens)
-    _check(q, k_pool, v_pool, block_tables, query_start_loc, context_lens)
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be positive, got {soft_cap}")
-    if implementation not in (None, "reference"):
-        raise ValueError(f"implementation must be None or one of ('reference',), got {implementation!r}")
-    out, lse = prefill_attention_reference(
+    problem = describe(
         q,
         k_pool,
         v_pool,
         block_tables,
         query_start_loc,
         context_lens,
-        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
+        scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
+        return_lse=return_lse,
     )
-    return (out, lse) if return_lse else out
+    name = OP.resolve(implementation, problem, current_device())
+    arrays = (jnp.asarray(x) for x in (q, k_pool, v_pool, block_tables, query_start_loc, context_lens))
+    if problem.num_tokens == 0 or problem.num_rows == 0:
+        out = jnp.zeros(q.shape, q.dtype)
+        return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out
+    out, lse = run_differentiable(OP, name, problem, *arrays)
+    return out if lse is None else (out, lse)
+
+
+def describe(
+    q: Any,
+    k_pool: Any,
+    v_pool: Any,
+    block_tables: Any,
+    query_start_loc: Any,
+    context_lens: Any,
+    *,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+) -> PrefillProblem:
+    """Validate a call (arrays, or anything with ``shape`` and ``dtype``) and describe it.
+
+    Raises:
+        ValueError: naming both values that do not fit together.
+    """
+    pool = describe_pools(k_pool, v_pool)
+    check_array("q", q, "T N H", pool.dtype, H=pool.head_size)
+    tokens, heads, _ = q.shape
+    check_heads(heads, pool.num_kv_heads)
+    check_array("block_tables", block_tables, "C M", "int32")
+    rows, width = block_tables.shape
+    if width < 1:
+        raise ValueError(f"block_tables must have at least one column, got shape {tuple(block_tables.shape)}")
+    check_array("context_lens", context_lens, "C", "int32", C=rows)
+    check_array("query_start_loc", query_start_loc, "C1", "int32", C1=rows + 1)
+    options = attention_options(pool.head_size, scale, sliding_window, soft_cap, return_lse)
+    return PrefillProblem(tokens, rows, heads, width, pool, options)

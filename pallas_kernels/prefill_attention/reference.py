@@ -1,9 +1,9 @@
 """Paged prefill attention in plain XLA: the reference, the CPU path and everybody's backward.
 
-One tile of one row's queries at a time (`tiles`), so that memory is one tile's scores and not the step's. A tile gathers
+One tile of one row's queries at a time (``tiles``), so that memory is one tile's scores and not the step's. A tile gathers
 its row's K and V through the block table once, and no more of it than a few static widths allow: most rows are far
 shorter than the table, and a tile needs only the blocks between its sliding window's start and its own last query.
-Scores, softmax and sums are float32 at precision HIGHEST. Each tile is a `jax.checkpoint`: the backward keeps queries
+Scores, softmax and sums are float32 at precision HIGHEST. Each tile is a ``jax.checkpoint``: the backward keeps queries
 and outputs, and computes a tile's scores again.
 """
 
@@ -13,6 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels._attention import AttentionOptions
+from pallas_kernels._dispatch import Device
+from pallas_kernels.prefill_attention import PrefillProblem
 from pallas_kernels.prefill_attention.tiles import packed_index, query_tiles
 
 _MAX_TILE = 128
@@ -45,9 +48,7 @@ def _attend_tile(
     first_block: jax.Array,
     *,
     width: int,
-    scale: float,
-    sliding_window: int | None,
-    soft_cap: float | None,
+    options: AttentionOptions,
 ) -> tuple[jax.Array, jax.Array]:
     """One tile: q ``[t, N, H]`` against ``width`` blocks from ``first_block`` on -> out f32 ``[t, N, H]``, lse f32 ``[t, N]``."""
     tile, num_heads, head_size = q.shape
@@ -67,16 +68,16 @@ def _attend_tile(
 
     k, v = gather(k_pool), gather(v_pool)
     index = jnp.arange(tile, dtype=jnp.int32)
-    q = jnp.where((index < count)[:, None, None], q.astype(jnp.float32) * scale, 0.0)
+    q = jnp.where((index < count)[:, None, None], q.astype(jnp.float32) * options.scale, 0.0)
     q = q.reshape(tile, num_kv_heads, group, head_size).transpose(1, 2, 0, 3)
 
     scores = dot("kgth,ksh->kgts", q, k)
-    if soft_cap is not None:
-        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
     query_position = (position + index)[:, None]
     visible = (key_position[None, :] <= query_position) & (index < count)[:, None]
-    if sliding_window is not None:
-        visible &= key_position[None, :] > query_position - sliding_window
+    if options.sliding_window is not None:
+        visible &= key_position[None, :] > query_position - options.sliding_window
     scores = jnp.where(visible[None, None], scores, -jnp.inf)
 
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -90,7 +91,13 @@ def _attend_tile(
     return out.transpose(2, 0, 1, 3).reshape(q.shape[2], num_heads, head_size), lse.transpose(2, 0, 1).reshape(tile, num_heads)
 
 
-def prefill_attention_reference(
+def why_not(problem: PrefillProblem | None, device: Device, *, interpret: bool) -> str | None:
+    """It runs everywhere."""
+    return None
+
+
+def run(
+    problem: PrefillProblem,
     q: jax.Array,
     k_pool: jax.Array,
     v_pool: jax.Array,
@@ -98,21 +105,15 @@ def prefill_attention_reference(
     query_start_loc: jax.Array,
     context_lens: jax.Array,
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    soft_cap: float | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.prefill_attention.paged_prefill_attention`; arguments are checked there.
-
-    Returns:
-        out ``[T, N, H]`` in ``q.dtype`` and the natural log-sum-exp f32 ``[T, N]``.
-    """
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """See ``pallas_kernels.paged_prefill_attention``."""
     num_tokens, num_heads, head_size = q.shape
-    num_rows, max_blocks = block_tables.shape
-    block_size = k_pool.shape[2]
-    tile = _choose_tile(num_tokens, num_rows)
+    block_size, options = problem.pool.block_size, problem.options
+    sliding_window = options.sliding_window
+    tile = _choose_tile(num_tokens, problem.num_rows)
     tiles = query_tiles(query_start_loc, context_lens, num_tokens=num_tokens, tile=tile)
-    widths = _widths(max_blocks, block_size)
+    widths = _widths(problem.table_width, block_size)
 
     def attend(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, what: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         row, start, count, position = what
@@ -120,10 +121,7 @@ def prefill_attention_reference(
         first_block = first // block_size
         needed = (position + count - 1) // block_size + 1 - first_block
         q_tile = q.at[start + jnp.arange(tile, dtype=jnp.int32)].get(mode="clip")
-        branches = [
-            functools.partial(_attend_tile, width=width, scale=scale, sliding_window=sliding_window, soft_cap=soft_cap)
-            for width in widths
-        ]
+        branches = [functools.partial(_attend_tile, width=width, options=options) for width in widths]
 
         def nothing(q_tile: jax.Array, *_: jax.Array) -> tuple[jax.Array, jax.Array]:
             return jnp.zeros(q_tile.shape, jnp.float32), jnp.full(q_tile.shape[:2], -jnp.inf, jnp.float32)
@@ -137,7 +135,5 @@ def prefill_attention_reference(
     out, lse = lax.map(lambda what: attend_again(q, k_pool, v_pool, what), tuple(tiles))
 
     place = packed_index(query_start_loc, num_tokens=num_tokens, tile=tile)
-    live = place >= 0
-    out = out.reshape(-1, num_heads, head_size).at[place].get(mode="clip")
-    lse = lse.reshape(-1, num_heads).at[place].get(mode="clip")
-    return jnp.where(live[:, None, None], out, jnp.zeros((), out.dtype)), jnp.where(live[:, None], lse, -jnp.inf)
+    out = out.reshape(-1, num_heads, head_size)[place]
+    return out, lse.reshape(-1, num_heads)[place] if options.return_lse else None

@@ -2,8 +2,9 @@
 
 Rows of very different lengths lie end to end in ``q [T, N, H]``. Every backend wants rectangular work with one block
 table row each, so row ``c`` with ``query_len`` tokens becomes ``ceil(query_len / tile)`` tiles of at most ``tile``
-queries. Summed over rows that is at most ``ceil(T / tile) + C`` tiles, a static number: no shape depends on the lengths,
-and the tiles that are left over have ``count == 0``.
+queries. The pads behind the last row are cut like one more row, without any keys: so each packed query lies in exactly
+one tile, and a kernel that writes its tiles leaves no output unwritten. Over ``C + 1`` rows that is at most
+``ceil(T / tile) + C`` tiles, a static number: no shape depends on the lengths. Tiles that are left over have ``num_queries == 0``.
 
 Everything here depends on integers only, so that XLA computes it once a step however many layers ask for it.
 """
@@ -18,13 +19,14 @@ class QueryTiles(NamedTuple):
     """Where each tile lies; every field i32 ``[num_tiles]``."""
 
     row: jax.Array
-    """The row that owns the tile."""
+    """The row whose table the tile reads."""
     start: jax.Array
     """Packed index of the tile's first query."""
-    count: jax.Array
-    """Live queries in the tile; 0 in a spare tile."""
+    num_queries: jax.Array
+    """Queries in the tile; 0 in a spare tile."""
     position: jax.Array
-    """Absolute position of the tile's first query within its row."""
+    """Absolute position of the tile's first query within its row. The tile sees keys before ``position + num_queries``,
+    which is at most 0 for pads and for rows without context."""
 
 
 def num_query_tiles(num_tokens: int, num_rows: int, tile: int) -> int:
@@ -32,10 +34,11 @@ def num_query_tiles(num_tokens: int, num_rows: int, tile: int) -> int:
     return -(-num_tokens // tile) + num_rows
 
 
-def _first_tiles(query_start_loc: jax.Array, tile: int) -> jax.Array:
-    """i32 ``[C + 1]``: index of each row's first tile, and the number of used tiles at the end."""
-    per_row = (query_start_loc[1:] - query_start_loc[:-1] + (tile - 1)) // tile
-    return jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(per_row, dtype=jnp.int32)])
+def _bounds(query_start_loc: jax.Array, num_tokens: int, tile: int) -> tuple[jax.Array, jax.Array]:
+    """Ends of the ``C`` rows and of the pads, i32 ``[C + 1]``; and the first tile of each and the end of all, i32 ``[C + 2]``."""
+    ends = jnp.concatenate([query_start_loc[1:], jnp.full((1,), num_tokens, jnp.int32)])
+    per_row = (ends - query_start_loc + (tile - 1)) // tile
+    return ends, jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(per_row, dtype=jnp.int32)])
 
 
 def query_tiles(query_start_loc: jax.Array, context_lens: jax.Array, *, num_tokens: int, tile: int) -> QueryTiles:
@@ -49,20 +52,21 @@ def query_tiles(query_start_loc: jax.Array, context_lens: jax.Array, *, num_toke
     """
     num_rows = context_lens.shape[0]
     index = jnp.arange(num_query_tiles(num_tokens, num_rows, tile), dtype=jnp.int32)
-    first = _first_tiles(query_start_loc, tile)
-    # The last row whose first tile is not behind this one; rows without queries share a first tile with their successor.
+    ends, first = _bounds(query_start_loc, num_tokens, tile)
+    contexts = jnp.concatenate([context_lens, jnp.zeros((1,), jnp.int32)])
+    # A row's tiles start where those of the rows before it end; a row without queries has none and is stepped over.
     row = jnp.sum(index[:, None] >= first[None, 1:], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, num_rows - 1)
+    used = row <= num_rows
+    row = jnp.minimum(row, num_rows)
     start = query_start_loc[row] + (index - first[row]) * tile
-    end = query_start_loc[row + 1]
-    count = jnp.where(index < first[-1], jnp.clip(end - start, 0, tile), 0)
-    return QueryTiles(row=row, start=start, count=count, position=context_lens[row] - (end - start))
+    count = jnp.where(used, jnp.clip(ends[row] - start, 0, tile), 0)
+    position = contexts[row] - (ends[row] - start)
+    return QueryTiles(row=jnp.minimum(row, num_rows - 1), start=jnp.where(used, start, 0), num_queries=count, position=position)
 
 
 def packed_index(query_start_loc: jax.Array, *, num_tokens: int, tile: int) -> jax.Array:
-    """i32 ``[T]``: the place of each packed query in the flattened ``[num_tiles * tile]`` tiles, or -1 for a pad."""
+    """i32 ``[T]``: the place of each packed query, pads included, in the flattened ``[num_tiles * tile]`` tiles."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
+    _, first = _bounds(query_start_loc, num_tokens, tile)
     row = jnp.sum(token[:, None] >= query_start_loc[None, 1:], axis=1, dtype=jnp.int32)
-    live = row < query_start_loc.shape[0] - 1
-    row = jnp.where(live, row, 0)
-    return jnp.where(live, _first_tiles(query_start_loc, tile)[row] * tile + token - query_start_loc[row], -1)
+    return first[row] * tile + token - query_start_loc[row]
