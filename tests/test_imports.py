@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 HOST = ("errors", "config", "inputs", "request", "allocator", "batch", "text", "checkpoint")
 TRACED = ("kv_cache", "params", "layers", "attention", "model", "sampling", "step")
-MEETING = ("load", "generate", "llm", "cli", "__main__")
+MEETING = ("load", "generation", "llm", "cli", "__main__")
 # What the traced column may know of the host: plain values.
 SHARED_VALUES = ("errors", "config", "inputs")
 # Imported by a host module, each of these would bring JAX along.
@@ -88,7 +88,7 @@ def test_modules_import_only_what_stands_to_their_left():
 @pytest.mark.parametrize(
     ("file", "source", "message"),
     [
-        ("pallas_kernels/kv_write/x.py", "def f():\n    import pagedjax.config", "kv_write/x.py:2: imports pagedjax.config, but pallas_kernels"),
+        ("pallas_kernels/kv_write/x.py", "def f():\n    import pagedjax.config", "x.py:2: imports pagedjax.config, but pallas_kernels"),
         ("pallas_kernels/x.py", "from pagedjax import LLM", "x.py:1: imports pagedjax.LLM, but pallas_kernels"),
         ("pagedjax/allocator.py", "import jax.numpy as jnp", "allocator.py:1: imports jax.numpy, but pagedjax.allocator is a host module"),
         ("pagedjax/batch.py", "from pallas_kernels import kv_layout", "batch.py:1: imports pallas_kernels.kv_layout, but pagedjax.batch"),
@@ -99,7 +99,7 @@ def test_modules_import_only_what_stands_to_their_left():
         ("pagedjax/layers.py", "from pagedjax import model", "layers.py:1: imports pagedjax.model, which does not stand to the left"),
         ("pagedjax/model.py", "from .allocator import B", "model.py:1: imports pagedjax.allocator, which does not stand to the left"),
         ("pagedjax/step.py", "from pagedjax import LLM", "step.py:1: imports pagedjax, which does not stand to the left"),
-        ("pagedjax/generate.py", "import pagedjax.cli", "generate.py:1: imports pagedjax.cli, which does not stand to the left"),
+        ("pagedjax/generation.py", "import pagedjax.cli", "generation.py:1: imports pagedjax.cli, which does not stand to the left"),
         ("pagedjax/new.py", "", "pagedjax.new has no place in the order yet"),
     ],
 )

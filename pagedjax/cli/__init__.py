@@ -1,0 +1,9 @@
+"""The ``pagedjax`` command: ``generate``, ``chat``, ``info`` and ``demo``.
+
+Modules here import JAX and the model only inside the functions that need them, so that ``--help`` and a wrong option answer
+at once.
+"""
+
+from pagedjax.cli.app import main, run
+
+__all__ = ["main", "run"]

@@ -1,0 +1,67 @@
+"""From ``--model`` to an `LLM`, with a progress bar on what is slow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+    from pagedjax.llm import LLM
+
+Progress = Callable[[str, int, int], None]
+
+
+@contextlib.contextmanager
+def progress_bars(unit: str, *, scale: bool = False) -> Iterator[Progress]:
+    """One bar on stderr for each message of a ``progress(message, done, total)``. Nothing is drawn before the first call.
+
+    Args:
+      unit: of the counts.
+      scale: write counts as k, M, G.
+    """
+    from tqdm import tqdm
+
+    bar: tqdm | None = None
+
+    def update(message: str, done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None or bar.desc != f"{message}: ":
+            if bar is not None:
+                bar.close()
+            bar = tqdm(total=total, desc=message, unit=unit, unit_scale=scale, unit_divisor=1000)
+        bar.update(done - bar.n)
+
+    try:
+        yield update
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+def resolve_model(model: str | None) -> str | Path:
+    """The model that the user named, or the demo model, downloaded when it is not there yet."""
+    if model is not None:
+        return model
+    from pagedjax.checkpoint.demo import demo_model
+
+    with progress_bars("B", scale=True) as progress:
+        return demo_model(progress)
+
+
+def load(model: str | None, *, dtype: str, max_model_len: int | None, seed: int = 0) -> LLM:
+    """Load a model; see `LLM` for the arguments and errors."""
+    path = resolve_model(model)
+    from pagedjax.llm import LLM
+
+    with progress_bars("tensor") as progress:
+        return LLM(
+            path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            seed=seed,
+            progress=lambda done, total: progress("loading weights", done, total),
+        )
