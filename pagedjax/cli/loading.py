@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import click
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -17,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 
 @contextlib.contextmanager
 def progress_bars(unit: str, *, scale: bool = False) -> Iterator[Progress]:
-    """One bar on stderr for each message of a ``progress(message, done, total)``. Nothing is drawn before the first call.
+    """One bar on stderr for each message of a ``progress(message, done, total)``; one line each where stderr is no terminal.
 
     Args:
       unit: of the counts.
@@ -26,14 +29,20 @@ def progress_bars(unit: str, *, scale: bool = False) -> Iterator[Progress]:
     from tqdm import tqdm
 
     bar: tqdm | None = None
+    shown: str | None = None
 
     def update(message: str, done: int, total: int) -> None:
-        nonlocal bar
-        if bar is None or bar.desc != f"{message}: ":
+        nonlocal bar, shown
+        if message != shown:
+            shown = message
             if bar is not None:
                 bar.close()
-            bar = tqdm(total=total, desc=message, unit=unit, unit_scale=scale, unit_divisor=1000)
-        bar.update(done - bar.n)
+            if sys.stderr.isatty():
+                bar = tqdm(total=total, desc=message, unit=unit, unit_scale=scale, unit_divisor=1000)
+            else:
+                click.echo(f"{message} ...", err=True)
+        if bar is not None:
+            bar.update(done - bar.n)
 
     try:
         yield update
