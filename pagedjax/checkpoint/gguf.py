@@ -72,7 +72,7 @@ class GgufCheckpoint:
             self._check_types()
             divisors = self._raw(_ROPE).astype(np.float64) if _ROPE in self._tensors else None
             self.config: dict[str, Any] = hf_config(self.metadata, self._tensors, divisors, self._path)
-            self.generation_config: dict[str, Any] = hf_generation_config(self.metadata)
+            self.generation_config: dict[str, Any] = hf_generation_config(self.metadata, self._path)
             self._check_permuted_shapes()
         except BaseException:
             self.close()

@@ -58,7 +58,7 @@ def check_architecture(metadata: Mapping[str, Any], path: object) -> None:
         raise UnsupportedModelError(f"{path}: holds a GGUF of type {kind!r}, not a model")
     if architecture != "llama":
         raise UnsupportedModelError(f"{path}: GGUF architecture {architecture!r} is not built; built is 'llama'")
-    if metadata.get("split.count", 0) > 1:
+    if metadata.get("split.count", 0) not in (0, 1):
         raise UnsupportedModelError(
             f"{path}: is one of {metadata['split.count']} parts of a split GGUF, which is not built; "
             "join them with llama.cpp's gguf-split --merge"
@@ -106,9 +106,10 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], ro
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{path}: has no tensor 'token_embd.weight'")
-    num_tokens = len(metadata.get("tokenizer.ggml.tokens", ()))
-    if num_tokens > embedding.shape[0]:
-        raise CheckpointError(f"{path}: has {num_tokens} tokens but 'token_embd.weight' has only {embedding.shape[0]} rows")
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    if not isinstance(tokens, list) or len(tokens) > embedding.shape[0]:
+        what = f"{len(tokens)} tokens" if isinstance(tokens, list) else f"metadata tokenizer.ggml.tokens={tokens!r}"
+        raise CheckpointError(f"{path}: has {what} but 'token_embd.weight' has {embedding.shape[0]} rows")
     theta = read.number("rope.freq_base", 10000.0)
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
@@ -130,20 +131,22 @@ def hf_config(metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor], ro
         "tie_word_embeddings": "output.weight" not in tensors,
         "torch_dtype": _torch_dtype(tensors),
     }
-    for key, name in (("bos_token_id", "bos"), ("eos_token_id", "eos"), ("pad_token_id", "padding")):
-        token = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if token is not None:
-            config[key] = int(token)
-    return config
+    ids = {"bos_token_id": read.token("bos"), "eos_token_id": read.token("eos"), "pad_token_id": read.token("padding")}
+    return config | {key: token for key, token in ids.items() if token is not None}
 
 
-def hf_generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """BOS and every id that ends an answer: ``eos``, and ``eot`` (end of turn) and ``eom`` (end of message) where the file has them."""
+def hf_generation_config(metadata: Mapping[str, Any], path: object) -> dict[str, Any]:
+    """BOS and every id that ends an answer: ``eos``, and ``eot`` (end of turn) and ``eom`` (end of message) where the file has them.
+
+    Raises:
+      CheckpointError: such an id is not a token id.
+    """
+    read = _Reader(metadata, path)
     config: dict[str, Any] = {}
-    if "tokenizer.ggml.bos_token_id" in metadata:
-        config["bos_token_id"] = int(metadata["tokenizer.ggml.bos_token_id"])
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    ends = list(dict.fromkeys(int(metadata[key]) for key in keys if key in metadata))
+    bos = read.token("bos")
+    if bos is not None:
+        config["bos_token_id"] = bos
+    ends = list(dict.fromkeys(token for name in ("eos", "eot", "eom") if (token := read.token(name)) is not None))
     if ends:
         config["eos_token_id"] = ends[0] if len(ends) == 1 else ends
     return config
@@ -157,7 +160,7 @@ class _Reader:
         value = self.metadata.get("llama." + key)
         if not isinstance(value, list):
             return value
-        if len(set(value)) != 1:  # a list has one value a layer
+        if not value or any(item != value[0] for item in value):  # a list has one value a layer
             raise UnsupportedModelError(f"{self.path}: llama.{key} differs between layers ({value[:4]}...), which is not built")
         return value[0]
 
@@ -178,6 +181,13 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
             raise CheckpointError(f"{self.path}: metadata llama.{key} is {value!r}; it must be a finite number that is not negative")
         return float(str(np.float32(value)))  # GGUF holds float32: 1e-5, not 9.999999747378752e-06
+
+    def token(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self.metadata.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise CheckpointError(f"{self.path}: metadata {key} is {value!r}; it must be a token id")
+        return value
 
 
 def _rope_scaling(read: _Reader, theta: float, head_size: int, divisors: Floats | None) -> dict[str, Any] | None:

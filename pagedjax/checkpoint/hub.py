@@ -35,7 +35,9 @@ def download(model_id: str, revision: str | None = None) -> Path:
     except errors.RevisionNotFoundError as error:
         raise CheckpointError(f"{here} has no such revision: check the branch, tag or commit") from error
     except errors.RepositoryNotFoundError as error:
-        raise CheckpointNotFoundError(f"{here} does not exist or is private: check the spelling, or set HF_TOKEN for a private model") from error
+        raise CheckpointNotFoundError(
+            f"{here} does not exist or is private: check the spelling, or set HF_TOKEN for a private model"
+        ) from error
     except errors.HFValidationError as error:
         raise CheckpointError(f"{here} is not a valid hub id: {_first_line(error)}") from error
     except Exception as error:  # huggingface-hub, its HTTP client and its transfer plug-in raise from unrelated hierarchies

@@ -54,9 +54,8 @@ def _open_local(path: Path) -> Checkpoint:
             if len(ggufs) == 1:
                 return GgufCheckpoint(ggufs[0])
             if ggufs:
-                raise CheckpointError(
-                    f"{path}: holds {len(ggufs)} GGUF files ({', '.join(p.name for p in ggufs[:3])}, ...); name one of them"
-                )
+                some = ", ".join(p.name for p in ggufs[:3]) + (", ..." if len(ggufs) > 3 else "")
+                raise CheckpointError(f"{path}: holds {len(ggufs)} GGUF files ({some}); name one of them")
         return FolderCheckpoint(path)
     if path.suffix.lower() == ".gguf" or _starts_as_gguf(path):
         return GgufCheckpoint(path)
