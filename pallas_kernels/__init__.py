@@ -16,10 +16,13 @@ from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import OP as _PAGED_ATTENTION
 from pallas_kernels.paged_attention import describe as _describe_paged_attention
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.prefill_attention import OP as _PAGED_PREFILL_ATTENTION
+from pallas_kernels.prefill_attention import describe as _describe_paged_prefill_attention
 from pallas_kernels.prefill_attention import paged_prefill_attention
 
 _OPS: dict[str, tuple[Op, Callable[..., Any]]] = {
     "paged_attention": (_PAGED_ATTENTION, _describe_paged_attention),
+    "paged_prefill_attention": (_PAGED_PREFILL_ATTENTION, _describe_paged_prefill_attention),
     "write_kv": (_WRITE_KV, _describe_write_kv),
 }
 

@@ -23,6 +23,7 @@ from pallas_kernels.paged_attention.split import (
     MIN_DOT,
     TileConfig,
     most_splits,
+    most_tokens,
     next_power_of_two,
     num_splits,
     shrink,
@@ -68,7 +69,7 @@ def run(
     """See ``pallas_kernels.paged_attention``; ``config`` overrides the tuned settings."""
     rows, heads, head_size = q.shape
     pool, group = problem.pool, problem.group
-    max_tokens = _most_tokens(problem)
+    max_tokens = most_tokens(problem)
     config = shrink(config or tile_config(problem, current_device(), "pallas_triton"), max_tokens)
     splits = most_splits(max_tokens, config)
     # The interpreter clamps indices out of range before it looks at a store's mask: there, outputs are as large as a program's
@@ -106,12 +107,6 @@ def run(
         )(*parts, context_lens, out, lse)
     out = out[:, :, :group, :head_size].reshape(rows, heads, head_size)
     return out, lse[:, :, :group].reshape(rows, heads) if problem.options.return_lse else None
-
-
-def _most_tokens(problem: DecodeProblem) -> int:
-    """The most tokens that any row can attend to, the start of a sliding window rounded down to a block."""
-    window, capacity = problem.options.sliding_window, problem.table_width * problem.pool.block_size
-    return capacity if window is None else min(capacity, window + problem.pool.block_size)
 
 
 def _span(lens_ref: Any, row: jax.Array, problem: DecodeProblem, config: TileConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -228,7 +223,7 @@ def _merge(
     step = jnp.arange(_MERGE, dtype=jnp.int32)
 
     @pl.when(splits > 1)
-    def _() -> None:
+    def merge() -> None:
         def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, top, total = carry
             split = i * _MERGE + step

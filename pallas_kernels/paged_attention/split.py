@@ -84,3 +84,9 @@ def num_splits(num_tokens: Array | int, config: TileConfig) -> Array:
 def most_splits(max_tokens: int, config: TileConfig) -> int:
     """The most splits that any row of up to ``max_tokens`` has: the size of the grid."""
     return 1 if max_tokens <= config.direct else min(config.max_splits, -(-max_tokens // config.chunk))
+
+
+def most_tokens(problem: DecodeProblem) -> int:
+    """The most tokens that any row can attend to, the start of a sliding window rounded down to a block."""
+    window, capacity = problem.options.sliding_window, problem.table_width * problem.pool.block_size
+    return capacity if window is None else min(capacity, window + problem.pool.block_size)
