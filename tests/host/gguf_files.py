@@ -72,7 +72,9 @@ def write_gguf(
     """
     writer = GGUFWriter(path, architecture)
     for key, value in (METADATA | (metadata or {})).items():
-        if key not in drop:
+        if key == "general.alignment":
+            writer.add_custom_alignment(value)
+        elif key not in drop:
             add_metadata(writer, key, value)
     for name, array in (hf_weights() if weights is None else weights).items():
         if name in drop:

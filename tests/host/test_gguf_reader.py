@@ -259,6 +259,14 @@ def test_versions_and_damaged_entries(tmp_path):
         GgufCheckpoint(_patched(tmp_path, name + u32(1) + u64(32) + u32(0), name + u32(1) + u64(33) + u32(8)))
 
 
+@pytest.mark.parametrize("length", [1, 33, 65, 97])  # of a text in the header, so that the padding before the data differs
+def test_alignment_is_obeyed(tmp_path, length):
+    weights = hf_weights()
+    path = write_gguf(tmp_path / "m.gguf", weights, {"general.alignment": 128, "general.name": "x" * length})
+    with GgufCheckpoint(path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.read("model.norm.weight"), weights["output_norm.weight"])
+
+
 def test_alignment_must_be_a_power_of_two(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", metadata={"general.alignment": 64})
     path.write_bytes(path.read_bytes().replace(b"general.alignment\x04\x00\x00\x00\x40", b"general.alignment\x04\x00\x00\x00\x30"))
