@@ -20,8 +20,9 @@ OP = Op(
         "reference": "pallas_kernels.prefill_attention.reference",
         "pallas_triton": "pallas_kernels.prefill_attention.pallas_triton",
         "pallas_triton_interpret": "pallas_kernels.prefill_attention.pallas_triton",
+        "mosaic_gpu": "pallas_kernels.prefill_attention.mosaic_gpu",
     },
-    preference=("pallas_triton", "reference"),
+    preference=("mosaic_gpu", "pallas_triton", "reference"),
 )
 
 
