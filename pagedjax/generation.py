@@ -130,7 +130,7 @@ def generate(
     Raises:
       RequestError: an unusable prompt or parameter; nothing has run then.
     """
-    limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(prompts)
     if len(limits) != len(prompts):
         raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts")
     requests = []

@@ -120,12 +120,13 @@ def decode_loop(
         logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
         token = sample(logits, sampling, state.num_computed_tokens + 1)
         live = ~state.done
-        generated = state.num_generated + live
+        one = live.astype(jnp.int32)
+        generated = state.num_generated + one
         reported = _report(logits, token, num_logprobs)._replace(token=jnp.where(live, token, -1))
         out = jax.tree.map(lambda buffer, leaf: lax.dynamic_update_index_in_dim(buffer, leaf, index, 0), out, reported)
         state = RequestState(
             last_token=jnp.where(live, token, state.last_token),
-            num_computed_tokens=state.num_computed_tokens + live,
+            num_computed_tokens=state.num_computed_tokens + one,
             num_generated=generated,
             done=state.done | _finished(token, generated, sampling),
         )
