@@ -1,0 +1,121 @@
+"""The named shapes that benchmarks and the tuner measure, and that GPU tests run: one table."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """One call of ``paged_attention``: ``batch`` rows of ``context`` tokens (0: ragged, see ``contexts``)."""
+
+    batch: int
+    context: int
+    head_size: int
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """Such as ``decode-h64-8x2048``."""
+        default = DecodeShape(1, 1, 1)
+        extra = [] if self.block_size == default.block_size else [f"z{self.block_size}"]
+        if (self.num_heads, self.num_kv_heads) != (default.num_heads, default.num_kv_heads):
+            extra.append(f"n{self.num_heads}k{self.num_kv_heads}")
+        if self.dtype != default.dtype:
+            extra.append(self.dtype)
+        return "-".join([f"decode-h{self.head_size}-{self.batch}x{self.context or 'ragged'}", *extra])
+
+    @property
+    def contexts(self) -> np.ndarray:
+        """Context lengths ``int32[batch]``."""
+        if self.context:
+            return np.full(self.batch, self.context, np.int32)
+        return np.random.default_rng(0).integers(16, 4097, self.batch).astype(np.int32)
+
+    @property
+    def table_width(self) -> int:
+        """Logical blocks per row, M."""
+        return -(-int(self.contexts.max()) // self.block_size)
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes that the op must move once: keys and values in the contexts, queries, outputs and the table's used entries."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        cells = int(self.contexts.sum()) * self.num_kv_heads * self.head_size
+        table = int((-(-self.contexts // self.block_size)).sum()) * 4
+        return 2 * itemsize * (cells + self.batch * self.num_heads * self.head_size) + table
+
+
+@dataclass(frozen=True)
+class WriteShape:
+    """One call of ``write_kv``: ``tokens`` tokens into shuffled slots."""
+
+    tokens: int
+    head_size: int = 128
+    num_kv_heads: int = 8
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """Such as ``write-h128-8192``."""
+        return f"write-h{self.head_size}-{self.tokens}"
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes that the op must move once: keys and values in and out, and the slots."""
+        itemsize = 4 if self.dtype == "float32" else 2
+        return self.tokens * (4 * self.num_kv_heads * self.head_size * itemsize + 4)
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """One call of ``paged_prefill_attention``: ``rows`` rows of ``new`` query tokens on ``cached`` cached ones."""
+
+    rows: int
+    new: int
+    cached: int
+    head_size: int = 128
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """Such as ``prefill-h128-64x128+1024``."""
+        return f"prefill-h{self.head_size}-{self.rows}x{self.new}+{self.cached}"
+
+    @property
+    def table_width(self) -> int:
+        """Logical blocks per row, M."""
+        return -(-(self.new + self.cached) // self.block_size)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of both products over the causal part."""
+        pairs = self.rows * (self.new * self.cached + self.new * (self.new + 1) // 2)
+        return 4 * pairs * self.num_heads * self.head_size
+
+
+DECODE = (
+    *(DecodeShape(batch, context, 64) for batch in (1, 8, 32, 128) for context in (512, 2048, 8192)),
+    *(DecodeShape(batch, context, 128) for batch in (1, 8, 32, 128) for context in (512, 2048, 8192)),
+    DecodeShape(1, 65536, 128),
+    DecodeShape(64, 0, 64),
+    DecodeShape(64, 0, 128),
+)
+BLOCK_SIZES = tuple(DecodeShape(batch, 2048, head, block_size=z) for head in (64, 128) for batch in (8, 128) for z in (8, 16, 32, 64, 128))
+WRITE = (WriteShape(256), WriteShape(8192))
+PREFILL = (PrefillShape(1, 8192, 0), PrefillShape(64, 128, 1024))
+# Small enough for a CPU: what the bench's own test runs.
+SMALL = (DecodeShape(2, 40, 16, num_heads=4, num_kv_heads=2, block_size=8, dtype="float32"),)
+
+
+def named(pattern: str) -> tuple[DecodeShape | WriteShape | PrefillShape, ...]:
+    """Every shape of the table whose name contains ``pattern``."""
+    shapes: tuple[DecodeShape | WriteShape | PrefillShape, ...] = (*DECODE, *BLOCK_SIZES, *WRITE, *PREFILL, *SMALL)
+    return tuple(dict.fromkeys(shape for shape in shapes if pattern in shape.name))
