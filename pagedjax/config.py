@@ -200,8 +200,8 @@ class _Reader:
         value = default if value is None else value
         if value is None:
             raise UnsupportedModelError(f"config.json has no {key!r}")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
         return value
 
     def number(self, key: str, default: float) -> float:

@@ -1,0 +1,203 @@
+"""`LLM` on a whole tiny model folder: what comes back, in which order, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from pagedjax import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedModelError, generate
+from pagedjax.generation import RunOptions
+from tests.tiny_model import write_model
+
+TEXTS = ["one", "two and two", "a rather longer prompt that fills more than two blocks of cells", "x"]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("llm") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    return LLM(folder)
+
+
+@pytest.fixture(scope="module")
+def outputs(llm):
+    return llm.generate(TEXTS, GREEDY, use_tqdm=False)
+
+
+def test_outputs_are_in_order_and_complete(llm, outputs):
+    assert [o.prompt for o in outputs] == TEXTS
+    assert len({o.request_id for o in outputs}) == len(TEXTS)
+    want = generate(llm.params, llm.config, [llm.tokenizer.encode(t) for t in TEXTS], 12)
+    for output, ids in zip(outputs, want.token_ids, strict=True):
+        assert output.prompt_token_ids == llm.tokenizer.encode(output.prompt)
+        (one,) = output.outputs
+        assert (one.index, one.token_ids, one.finish_reason, one.stop_reason) == (0, ids, "length", None)
+        assert one.text == llm.tokenizer.decode(ids)
+        assert one.logprobs is None and one.cumulative_logprob is None
+        assert output.finished and output.metrics["prefill_s"] > 0
+
+
+def test_one_text_token_ids_and_dicts_are_prompts_too(llm, outputs):
+    for prompt in (TEXTS[1], {"prompt": TEXTS[1]}, {"prompt_token_ids": llm.tokenizer.encode(TEXTS[1])}):
+        (got,) = llm.generate(prompt, GREEDY, use_tqdm=False)
+        assert got.outputs[0].token_ids == outputs[1].outputs[0].token_ids
+    assert got.prompt is None
+
+
+@pytest.mark.parametrize("limits", [dict(max_num_seqs=1), dict(max_num_seqs=3), dict(kv_cache_bytes=6 * 16 * 128)])
+def test_batches_that_fit_give_the_same(folder, outputs, limits):
+    # A token's keys and values take 2 * 1 layer * 2 heads * 8 * 4 bytes = 128; the third prompt needs 5 blocks of 16, the others 1 or 2.
+    small = LLM(folder, **limits)
+    assert [o.outputs[0].token_ids for o in small.generate(TEXTS, GREEDY, use_tqdm=False)] == [o.outputs[0].token_ids for o in outputs]
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_numbers(folder):
+    small = LLM(folder, kv_cache_bytes=3 * 16 * 128)
+    with pytest.raises(RequestError, match="up to 75 tokens needs 5 KV blocks; kv_cache_bytes leaves room for 3"):
+        small.generate(TEXTS, GREEDY)
+    assert small.generate(TEXTS[0], GREEDY, use_tqdm=False)[0].finished
+
+
+def test_stop_tokens_and_end_tokens(llm, outputs):
+    ids = outputs[2].outputs[0].token_ids
+    stop = ids[4]
+    first = ids.index(stop)
+    (got,) = llm.generate(TEXTS[2], dataclasses.replace(GREEDY, stop_token_ids=(stop,)), use_tqdm=False)
+    (one,) = got.outputs
+    assert (one.token_ids, one.finish_reason, one.stop_reason) == (ids[: first + 1], "stop", stop)
+    assert one.text == llm.tokenizer.decode(ids[:first])
+
+
+def test_logprobs_fields(llm):
+    (got,) = llm.generate(TEXTS[1], dataclasses.replace(GREEDY, logprobs=2), use_tqdm=False)
+    (one,) = got.outputs
+    assert len(one.logprobs) == len(one.token_ids) == 12
+    assert one.cumulative_logprob == pytest.approx(sum(at[t].logprob for t, at in zip(one.token_ids, one.logprobs, strict=True)))
+    for token, at in zip(one.token_ids, one.logprobs, strict=True):
+        assert len(at) == 2 and at[token].rank == 1
+        assert at[token].decoded_token == llm.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def test_params_for_each_prompt_and_seeds(llm, outputs):
+    asked = [GREEDY, SamplingParams(temperature=1.5, seed=3, max_tokens=5), SamplingParams(temperature=1.5, max_tokens=7), GREEDY]
+    got = llm.generate(TEXTS, asked, use_tqdm=False)
+    assert got[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    assert [len(o.outputs[0].token_ids) <= n for o, n in zip(got, (12, 5, 7, 12), strict=True)] == [True] * 4
+    # The seed that was drawn is reported, and gives the same answer again.
+    again = llm.generate(TEXTS[2], dataclasses.replace(asked[2], seed=got[2].metrics["seed"]), use_tqdm=False)
+    assert again[0].outputs[0].token_ids == got[2].outputs[0].token_ids
+    assert got[1].metrics["seed"] == 3
+
+
+def test_drawn_seeds_follow_the_llm_s_seed(folder):
+    ask = SamplingParams(temperature=2.0, max_tokens=8)
+    one, same, other = (LLM(folder, seed=s).generate(TEXTS[:2], ask, use_tqdm=False) for s in (5, 5, 6))
+    assert [o.metrics["seed"] for o in one] == [o.metrics["seed"] for o in same] != [o.metrics["seed"] for o in other]
+    assert one[0].metrics["seed"] != one[1].metrics["seed"]
+
+
+def test_chat_and_streaming_chat_say_the_same(llm):
+    messages = [{"role": "user", "content": "Grüße, 世界 👩‍👩‍👧!"}]
+    (whole,) = llm.chat(messages, dataclasses.replace(GREEDY, max_tokens=30), use_tqdm=False)
+    assert whole.prompt == "<|im_start|>user\nGrüße, 世界 👩‍👩‍👧!<|im_end|>\n<|im_start|>assistant\n"
+    pieces = list(llm.stream_chat(messages, dataclasses.replace(GREEDY, max_tokens=30)))
+    assert "".join(pieces) == whole.outputs[0].text
+    assert len(pieces) > 1
+    several = llm.chat([messages, messages], GREEDY, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in several] == [whole.outputs[0].token_ids[:12]] * 2
+
+
+def test_a_stream_can_be_left_and_the_next_one_starts_fresh(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    stream = llm.stream_chat(messages, GREEDY)
+    next(stream)
+    stream.close()
+    assert "".join(llm.stream_chat(messages, GREEDY)) == llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+def test_the_model_s_own_defaults(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "m")
+    defaults = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "eos_token_id": [3, 4]}
+    (copy / "generation_config.json").write_text(json.dumps(defaults))
+    model = LLM(copy, dtype="bfloat16", max_model_len=64)
+    assert model.default_sampling_params == SamplingParams(temperature=0.6, top_p=0.9, top_k=50)
+    assert (model.eos_token_ids, model.max_model_len, model.config.dtype) == ((3, 4), 64, "bfloat16")
+    (copy / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
+    assert LLM(copy).default_sampling_params == SamplingParams(temperature=0.0)
+
+
+def test_the_progress_bar_counts_prompts(llm, capfd):
+    llm.generate(TEXTS[:2], GREEDY)
+    seen = capfd.readouterr()
+    assert "2/2" in seen.err and not seen.out
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.generate(""), "a prompt is empty"),
+        (lambda m: m.generate({"prompt_token_ids": [0, 258]}), "token id 258 at position 1"),
+        (lambda m: m.generate({"prompt_token_ids": [-1]}), "token id -1 at position 0"),
+        (lambda m: m.generate("x" * 300), "a prompt has 300 tokens; with max_model_len 256 it may have at most 255"),
+        (lambda m: m.generate([3]), "a prompt is 3; it must be a text"),
+        (lambda m: m.generate({"text": "x"}), "a prompt is {'text': 'x'}; it must be a text"),
+        (lambda m: m.generate(["a", "b"], [GREEDY]), "sampling_params has 1 entries for 2 prompts"),
+        (lambda m: m.chat([]), "messages is empty"),
+        (lambda m: m.stream_chat([]), "messages is empty"),
+    ],
+)
+def test_bad_prompts_are_refused_and_the_next_call_works(llm, outputs, call, message):
+    with pytest.raises(RequestError, match=message):
+        call(llm)
+    assert llm.generate(TEXTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def break_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def break_config(**changes):
+    def change(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (break_weights, CheckpointError, "model.safetensors"),
+        (lambda f: (f / "model.safetensors").unlink(), CheckpointError, "safetensors"),
+        (lambda f: (f / "config.json").unlink(), CheckpointError, "config.json"),
+        (lambda f: (f / "tokenizer.json").unlink(), CheckpointError, "tokenizer"),
+        (break_config(hidden_size=64), CheckpointError, "shape"),
+        (break_config(num_hidden_layers=2), CheckpointError, "lacks 9 tensors: model.layers.1"),
+        (break_config(tie_word_embeddings=False), CheckpointError, "lacks 1 tensor: lm_head.weight"),
+        (break_config(architectures=["MysteryForCausalLM"]), UnsupportedModelError, "MysteryForCausalLM"),
+    ],
+    ids=["truncated", "no-weights", "no-config", "no-tokenizer", "shape", "missing", "untied", "architecture"],
+)
+def test_damaged_folders(folder, tmp_path, damage, error, message):
+    copy = shutil.copytree(folder, tmp_path / "m")
+    damage(copy)
+    with pytest.raises(error, match=message):
+        LLM(copy)
+
+
+def test_a_path_that_is_not_there(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        LLM(tmp_path / "nowhere")
+
+
+def test_bad_limits(folder):
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        LLM(folder, max_num_seqs=0)
+    with pytest.raises(ValueError, match="window is 5"):
+        LLM(folder, options=RunOptions(window=5))
