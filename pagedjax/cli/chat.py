@@ -93,8 +93,13 @@ class Conversation:
         pieces: list[str] = []
         stopped = False
         try:
-            with stop_on_interrupt() as interrupted, contextlib.closing(iter_chat(self._llm, asked, self._params)) as stream:
+            with (
+                waiting() as answered,
+                stop_on_interrupt() as interrupted,
+                contextlib.closing(iter_chat(self._llm, asked, self._params)) as stream,
+            ):
                 for piece in stream:
+                    answered()
                     pieces.append(piece)
                     click.echo(piece, nl=False)
                     if interrupted():
@@ -113,6 +118,28 @@ class Conversation:
 def iter_chat(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> Generator[str, None, None]:
     """The answer's pieces; a generator, so that closing it stops the model and a wrong message raises inside the loop."""
     yield from llm.stream_chat(messages, params)
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Callable[[], None]]:
+    """Show in a terminal that the model is at work until the yielded function is called or the block is left.
+
+    A conversation longer than any before is compiled for first, which takes seconds.
+    """
+    shown = sys.stdout.isatty()
+    if shown:
+        click.echo("[reading ...]", nl=False)
+
+    def erase() -> None:
+        nonlocal shown
+        if shown:
+            click.echo("\r\033[K", nl=False)
+            shown = False
+
+    try:
+        yield erase
+    finally:
+        erase()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,6 @@
+import io
 import signal
+import sys
 
 import pytest
 
@@ -72,6 +74,17 @@ def test_a_line_that_is_not_unicode_is_reported(command, stub):
     code, _, err = command("chat", "--model", "m", stdin=b"\xff\xfe\nHello\n")
     assert code == 0
     assert "the line is not valid UTF-8" in err
+
+
+def test_a_terminal_shows_that_the_model_is_reading(conversation, stub, monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    conversation.answer("Hello")
+    assert terminal.getvalue() == "[reading ...]\r\033[KParis.\n"
+    stub.error = RequestError("no")
+    conversation.answer("Hello")
+    assert terminal.getvalue().endswith("\n[reading ...]\r\033[K")
 
 
 def test_interrupt_stops_the_answer_and_keeps_what_came(conversation, stub, capsys):
