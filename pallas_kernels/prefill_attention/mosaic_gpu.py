@@ -71,6 +71,12 @@ def why_not(problem: PrefillProblem | None, device: Device, *, interpret: bool) 
     return None
 
 
+def _load(ref: Any, layout: Any) -> jax.Array:
+    """The whole of a shared-memory ref in registers; jax before 0.11 wants an index, and finds no way without bank conflicts."""
+    load: Any = plgpu.load
+    return load(ref, (), layout=layout, optimized=False) if jax.__version_info__ < (0, 11) else load(ref, layout=layout)
+
+
 def _kernel(
     q_ref: Any,
     k_ref: Any,
@@ -136,7 +142,7 @@ def _kernel(
         for lane in range(0, head_size, columns):
             plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(start + offset, _ROWS), head, pl.ds(lane, columns)], staged, q_full.at[wg])
             plgpu.barrier_wait(q_full.at[wg])
-            q_tile.at[:, pl.ds(lane, columns)][...] = plgpu.load(staged, (), layout=wgmma)
+            q_tile.at[:, pl.ds(lane, columns)][...] = _load(staged, wgmma)
             plgpu.commit_smem()
 
         def spread(x: jax.Array, columns: int) -> jax.Array:  # [64] -> [64, columns]
@@ -151,7 +157,7 @@ def _kernel(
                     key = base + at + plgpu.broadcasted_iota(i32, (64, 64), 0, layout=wgmma)
                     for lane in range(0, head_size, 64):
                         piece = v_s.at[slot, pl.ds(at, 64), pl.ds(lane, 64)]
-                        value = plgpu.load(piece, (), layout=wgmma).astype(f32)
+                        value = _load(piece, wgmma).astype(f32)
                         piece[...] = jnp.where(key < limit, value, 0.0).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(v_clean)
