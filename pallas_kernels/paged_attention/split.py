@@ -52,7 +52,7 @@ def tile_config(problem: DecodeProblem, device: Device, implementation: str) -> 
     if tuned is not None:
         return TileConfig(**tuned)
     # K and V of every stage lie in shared memory: keep to 96 KiB, what an Ampere multiprocessor of either kind can give.
-    tile = 64 if head * itemsize <= 256 else 32
+    tile = max(MIN_DOT, min(64, (16 << 10) // (head * itemsize)))
     stages = max(2, min(4, (96 << 10) // (2 * tile * head * itemsize)))
     return TileConfig(tile=tile, num_stages=stages)
 

@@ -40,13 +40,18 @@ def _sharding():
     return jax.sharding.NamedSharding(topologies.make_mesh(topology, (1,), ("x",)), jax.sharding.PartitionSpec())
 
 
-def compile_for_h200(function, *arrays, **jit_options):
-    """Compile `function` for arguments like `arrays` (anything with shape and dtype); returns jax's compiled object."""
+def lower_for_h200(function, *arrays, **jit_options):
+    """Lower `function` for arguments like `arrays` (pytrees of anything with shape and dtype); returns jax's lowered object."""
     from jax._src.pallas.triton import gpu_info
 
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()) for x in arrays]
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding()), arrays)
     info = gpu_info._get_gpu_info_impl(gpu_info.GpuVersion.H200)
-    # Pallas's Triton lowering asks the live device for its kind. Autotuning needs a device too.
-    with mock.patch.object(gpu_info, "get_gpu_info", lambda: info), pallas_kernels.compiling_for(pallas_kernels.H200):
-        lowered = jax.jit(function, **jit_options).lower(*specs)
-        return lowered.compile(compiler_options={"xla_gpu_autotune_level": 0})
+    # Pallas's Triton lowering asks the live device for its kind.
+    with mock.patch.object(gpu_info, "get_gpu_info", return_value=info), pallas_kernels.compiling_for(pallas_kernels.H200):
+        return jax.jit(function, **jit_options).lower(*specs)
+
+
+def compile_for_h200(function, *arrays, **jit_options):
+    """Compile `function` likewise; returns jax's compiled object."""
+    # Autotuning needs the device.
+    return lower_for_h200(function, *arrays, **jit_options).compile(compiler_options={"xla_gpu_autotune_level": 0})
