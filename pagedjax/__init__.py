@@ -48,7 +48,34 @@ _HOME = {
     "forward": "model",
     "generate": "generation",
 }
-__all__ = [*_HOME, "__version__"]
+__all__ = [
+    "LLM",
+    "CheckpointError",
+    "CompletionOutput",
+    "GenerateResult",
+    "KVCache",
+    "Logprob",
+    "ModelConfig",
+    "PagedjaxError",
+    "Params",
+    "RequestError",
+    "RequestOutput",
+    "RopeConfig",
+    "RunOptions",
+    "SamplingInputs",
+    "SamplingParams",
+    "StepInputs",
+    "UnsupportedModelError",
+    "__version__",
+    "decode_loop",
+    "forward",
+    "generate",
+    "init_params",
+    "make_cache",
+    "params_from_hf_dict",
+    "params_to_hf",
+    "prefill_step",
+]
 
 
 def __getattr__(name: str) -> Any:

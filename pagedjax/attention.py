@@ -18,7 +18,14 @@ from pallas_kernels import paged_attention, paged_prefill_attention, write_kv
 
 
 def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, inputs: StepInputs, mesh: Mesh | None, implementation: str | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    inputs: StepInputs,
+    mesh: Mesh | None,
+    implementation: str | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One layer's attention.
 
@@ -38,7 +45,9 @@ def attend(
         return local(q, k, v, k_pool, v_pool, inputs)
     heads, everywhere = PartitionSpec(None, MESH_AXIS), PartitionSpec()
     specs = (heads, heads, heads, heads, heads, StepInputs(*(everywhere for _ in inputs)))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(heads, heads, heads), check_vma=False)(q, k, v, k_pool, v_pool, inputs)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(heads, heads, heads), check_vma=False)(
+        q, k, v, k_pool, v_pool, inputs
+    )
 
 
 def _attend(
@@ -52,7 +61,9 @@ def _attend(
     parts = []
     if num_decode:
         parts.append(
-            paged_attention(flat[:num_decode], k_pool, v_pool, inputs.decode_block_tables, inputs.decode_context_lens, implementation=implementation)
+            paged_attention(
+                flat[:num_decode], k_pool, v_pool, inputs.decode_block_tables, inputs.decode_context_lens, implementation=implementation
+            )
         )
     if num_tokens > num_decode:
         parts.append(

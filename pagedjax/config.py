@@ -111,7 +111,16 @@ class ModelConfig:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_size", "max_model_len"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "max_model_len",
+        ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UnsupportedModelError(f"{field} is {value!r}; it must be a positive integer")
@@ -172,7 +181,9 @@ class ModelConfig:
         num_heads = need.integer("num_attention_heads")
         hidden_size = need.integer("hidden_size")
         if config.get("head_dim") is None and hidden_size % num_heads:
-            raise UnsupportedModelError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not given")
+            raise UnsupportedModelError(
+                f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not given"
+            )
         return cls(
             vocab_size=need.integer("vocab_size"),
             hidden_size=hidden_size,
@@ -249,16 +260,20 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     if not isinstance(given, Mapping):
         raise UnsupportedModelError(f"config.json: rope parameters are {given!r}; they must be an object")
     scaling = dict(given)
-    kind, old_kind = scaling.pop("rope_type", None), scaling.pop("type", None)
-    if kind is not None and old_kind is not None and kind != old_kind:
-        raise UnsupportedModelError(f"config.json: rope_type={kind!r} and type={old_kind!r} differ")
-    kind = kind or old_kind or "default"
+    named, old_kind = scaling.pop("rope_type", None), scaling.pop("type", None)
+    if named is not None and old_kind is not None and named != old_kind:
+        raise UnsupportedModelError(f"config.json: rope_type={named!r} and type={old_kind!r} differ")
+    kind: Any = named or old_kind or "default"
     theta = scaling.pop("rope_theta", None)
     theta = config.get("rope_theta", 10000.0) if theta is None else theta
     partial = scaling.pop("partial_rotary_factor", None)
     if partial not in (None, 1, 1.0):
         raise UnsupportedModelError(f"config.json: partial_rotary_factor={partial!r} changes the computation and is not built")
-    keys = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+    keys = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
     if kind not in keys:
         raise UnsupportedModelError(f"config.json: rope_type {kind!r} is not built; built are {', '.join(keys)}")
     missing, unknown = set(keys[kind]) - set(scaling), set(scaling) - set(keys[kind])
@@ -273,7 +288,12 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
         raise UnsupportedModelError(
             f"config.json: rope low_freq_factor {scaling['low_freq_factor']} must be below high_freq_factor {scaling['high_freq_factor']}"
         )
-    original = scaling.pop("original_max_position_embeddings", None)
+    plain = RopeConfig()
     return RopeConfig(
-        theta=float(theta), kind=kind, **{k: float(v) for k, v in scaling.items()}, **({"original_max_position": int(original)} if original else {})
+        theta=float(theta),
+        kind=kind,
+        factor=float(scaling.get("factor", plain.factor)),
+        low_freq_factor=float(scaling.get("low_freq_factor", plain.low_freq_factor)),
+        high_freq_factor=float(scaling.get("high_freq_factor", plain.high_freq_factor)),
+        original_max_position=int(scaling.get("original_max_position_embeddings", plain.original_max_position)),
     )

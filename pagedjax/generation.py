@@ -169,7 +169,7 @@ class Run:
         if not self.requests:
             return []
         longest = max(r.max_new_tokens for r in self.requests)
-        return self._rows([reported for reported in self._dispatches(longest - 1)])
+        return self._rows(list(self._dispatches(longest - 1)))
 
     def stream(self, num_steps: int = 8) -> Iterator[list[list[int]]]:
         """Yield each row's new tokens after the prefill and then after every `num_steps` decode steps."""
@@ -233,16 +233,20 @@ class Run:
 
     def _rows(self, reports: list[Sampled]) -> list[GeneratedRow]:
         joined = jax.tree.map(lambda *leaves: np.concatenate(leaves), *reports)
-        return [self._row(request, jax.tree.map(lambda leaf: leaf[:, row], joined)) for row, request in enumerate(self.requests)]
+        return [self._row(request, _column(joined, row)) for row, request in enumerate(self.requests)]
 
     def _row(self, request: Request, column: Sampled) -> GeneratedRow:
-        live = np.flatnonzero(np.asarray(column.token) >= 0)
+        live = [int(i) for i in np.flatnonzero(np.asarray(column.token) >= 0)]
         token_ids = [int(column.token[i]) for i in live]
         reason: FinishReason = "stop" if token_ids[-1] in request.stop_token_ids else "length"
         logprobs = None
         if request.params.logprobs is not None:
             logprobs = [_token_logprobs(column, i, request.params.logprobs) for i in live]
         return GeneratedRow(token_ids, reason, logprobs)
+
+
+def _column(reported: Sampled, row: int) -> Sampled:
+    return jax.tree.map(lambda leaf: leaf[:, row], reported)
 
 
 def _token_logprobs(column: Sampled, index: int, num_top: int) -> TokenLogprobs:

@@ -109,7 +109,7 @@ class LLM:
           RequestError: an unusable prompt or parameter. Nothing has run then.
         """
         single = isinstance(prompts, str | Mapping)
-        several: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item,arg-type]
+        several: list[Prompt] = [prompts] if single else list(prompts)  # type: ignore[list-item]
         texts, ids = [], []
         for prompt in several:
             text, token_ids = self._read_prompt(prompt)
@@ -140,7 +140,9 @@ class LLM:
         ids = [self.tokenizer.encode_chat(c, **template_args) for c in conversations]
         return self._generate(texts, ids, sampling_params, use_tqdm)
 
-    def stream_chat(self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_args: Any) -> Iterator[str]:
+    def stream_chat(
+        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_args: Any
+    ) -> Iterator[str]:
         """Answer a conversation piece by piece: yields text as soon as it is whole characters. Closing the iterator stops."""
         if not messages:
             raise RequestError("messages is empty; a conversation needs at least one message")

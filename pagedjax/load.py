@@ -42,7 +42,9 @@ def load_params(
     if config.tie_word_embeddings and "lm_head.weight" in names:
         # Some checkpoints store the tied head a second time. It must then say the same.
         if not np.array_equal(checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")):
-            raise CheckpointError(f"{checkpoint.source}: the config ties the output head to the embedding, but lm_head.weight differs from it")
+            raise CheckpointError(
+                f"{checkpoint.source}: the config ties the output head to the embedding, but lm_head.weight differs from it"
+            )
         names -= {"lm_head.weight"}
     check_names(names, config, checkpoint.source)
     total, done = len(hf_names(config)), 0

@@ -96,7 +96,9 @@ def declare(config: ModelConfig) -> Params:
     n, k, g, h = config.num_heads, config.num_kv_heads, config.group_size, config.head_size
     std = 0.02
 
-    def one(name: str, hf_shape: tuple[int, ...], shape: tuple[int, ...] | None = None, *, split: int | None, init_std: float | None) -> Weight:
+    def one(
+        name: str, hf_shape: tuple[int, ...], shape: tuple[int, ...] | None = None, *, split: int | None, init_std: float | None
+    ) -> Weight:
         shape = hf_shape if shape is None else shape
         return Weight(shape, split, init_std, (Part(name, hf_shape, shape),))
 
@@ -146,7 +148,11 @@ def check_mesh(config: ModelConfig, mesh: Mesh) -> None:
         raise ValueError(f"the mesh has axes {mesh.axis_names}; it must have the one axis {MESH_AXIS!r}")
     if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
         raise ValueError(f"the mesh has axis types {mesh.axis_types}; make it with axis_types=(AxisType.Auto,)")
-    for name, size in (("num_kv_heads", config.num_kv_heads), ("intermediate_size", config.intermediate_size), ("vocab_size", config.vocab_size)):
+    for name, size in (
+        ("num_kv_heads", config.num_kv_heads),
+        ("intermediate_size", config.intermediate_size),
+        ("vocab_size", config.vocab_size),
+    ):
         if size % mesh.size:
             raise ValueError(f"{name} {size} cannot be divided over {mesh.size} devices")
 

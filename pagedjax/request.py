@@ -90,7 +90,13 @@ class Request:
 
 
 def make_request(
-    prompt_token_ids: Sequence[int], params: SamplingParams, *, eos_ids: Sequence[int], vocab_size: int, max_model_len: int, default_seed: int
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    *,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+    max_model_len: int,
+    default_seed: int,
 ) -> Request:
     """Check one prompt and resolve its parameters.
 

@@ -39,7 +39,8 @@ class RequestState:
 def make_state(num_rows: int) -> RequestState:
     """State of `num_rows` rows that have no request yet."""
     # Four arrays, not one used thrice: a donated buffer can be given away only once.
-    return RequestState(*(jnp.zeros(num_rows, jnp.int32) for _ in range(3)), jnp.ones(num_rows, bool))
+    token, computed, generated = (jnp.zeros(num_rows, jnp.int32) for _ in range(3))
+    return RequestState(last_token=token, num_computed_tokens=computed, num_generated=generated, done=jnp.ones(num_rows, bool))
 
 
 def prefill_step(
@@ -132,7 +133,9 @@ def decode_loop(
         )
         return cache, state, out
 
-    def one_window(carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]) -> tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]:
+    def one_window(
+        carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]],
+    ) -> tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]:
         start, rest = carry
         return start + window, lax.fori_loop(0, window, lambda i, c: one_step(start + i, c), rest)
 
@@ -140,7 +143,9 @@ def decode_loop(
         start, (_, state, _) = carry
         return (start < num_steps) & ~jnp.all(state.done)
 
-    _, (cache, state, out) = lax.while_loop(unfinished, one_window, (jnp.int32(0), (cache, state, _buffers(num_steps, num_rows, num_logprobs))))
+    _, (cache, state, out) = lax.while_loop(
+        unfinished, one_window, (jnp.int32(0), (cache, state, _buffers(num_steps, num_rows, num_logprobs)))
+    )
     return out, cache, state
 
 

@@ -18,7 +18,15 @@ from pagedjax.layers import apply_rope, rms_norm, rope_angles
 from pagedjax.params import Params, init_params
 
 TINY = ModelConfig(
-    vocab_size=97, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, max_model_len=256, dtype="float32"
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    max_model_len=256,
+    dtype="float32",
 )
 
 
@@ -101,7 +109,9 @@ def prefill(chunks: list[Chunk], prompts: list[list[int]], blocks: list[list[int
     return prefill_inputs(chunks, prompts, blocks, block_size=block_size, table_width=width, num_state_rows=len(prompts))
 
 
-def decode_step(tokens: list[int], positions: list[int], blocks: list[list[int]], *, block_size: int = 16, width: int = 16, pad_to: int = 0) -> StepInputs:
+def decode_step(
+    tokens: list[int], positions: list[int], blocks: list[list[int]], *, block_size: int = 16, width: int = 16, pad_to: int = 0
+) -> StepInputs:
     """A step of decode rows alone; `pad_to` adds rows that own nothing."""
     num_rows = max(len(tokens), pad_to)
     table = np.zeros((num_rows, width), np.int32)
@@ -110,11 +120,9 @@ def decode_step(tokens: list[int], positions: list[int], blocks: list[list[int]]
         table[row, : len(ids)] = ids
         token_ids[row], position[row], context[row] = token, at, at + 1
         slots[row] = ids[at // block_size] * block_size + at % block_size
-    empty = np.zeros(0, np.int32)
-    return StepInputs(
-        token_ids, position, slots, table, context, np.zeros((0, width), np.int32), np.zeros(1, np.int32), empty, np.arange(num_rows, dtype=np.int32),
-        np.arange(num_rows, dtype=np.int32),
-    )  # fmt: skip
+    rows = np.arange(num_rows, dtype=np.int32)
+    no_prefill = (np.zeros((0, width), np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32))
+    return StepInputs(token_ids, position, slots, table, context, *no_prefill, rows, rows.copy())
 
 
 def mixed_step(decode: StepInputs, new: StepInputs) -> StepInputs:

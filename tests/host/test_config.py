@@ -74,7 +74,10 @@ def test_head_dim_given_null_or_absent(head_dim):
         (dict(rope_scaling={"type": "linear", "factor": 2.0}), RopeConfig(5e5, "linear", 2.0)),
         (dict(rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2}), RopeConfig(5e5, "linear", 2.0)),
         (dict(rope_scaling=None, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), RopeConfig(1e4)),
-        (dict(rope_scaling=None, rope_parameters={**LLAMA_1B["rope_scaling"], "rope_theta": 7e5}), RopeConfig(7e5, "llama3", 32.0, 1.0, 4.0, 8192)),
+        (
+            dict(rope_scaling=None, rope_parameters={**LLAMA_1B["rope_scaling"], "rope_theta": 7e5}),
+            RopeConfig(7e5, "llama3", 32.0, 1.0, 4.0, 8192),
+        ),
     ],
 )
 def test_rope_in_every_spelling(changes, rope):
@@ -85,7 +88,9 @@ def test_rope_in_every_spelling(changes, rope):
 
 
 def test_defaults_of_transformers():
-    config = ModelConfig.from_hf(without("num_key_value_heads", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "torch_dtype"))
+    config = ModelConfig.from_hf(
+        without("num_key_value_heads", "rope_theta", "rope_scaling", "rms_norm_eps", "tie_word_embeddings", "torch_dtype")
+    )
     assert (config.num_kv_heads, config.rope, config.rms_norm_eps) == (32, RopeConfig(10000.0), 1e-6)
     assert (config.tie_word_embeddings, config.dtype) == (False, "bfloat16")
 
@@ -114,7 +119,10 @@ def test_chosen_dtype_and_length():
         (without(rope_scaling={"rope_type": "linear", "type": "llama3"}), "rope_type='linear' and type='llama3' differ"),
         (without(rope_scaling={"rope_type": "linear", "factor": 0}), "rope factor is 0; it must be a positive finite number"),
         (without(rope_scaling="linear"), "rope parameters are 'linear'; they must be an object"),
-        (without(rope_scaling={**LLAMA_1B["rope_scaling"], "low_freq_factor": 4.0}), "low_freq_factor 4.0 must be below high_freq_factor 4.0"),
+        (
+            without(rope_scaling={**LLAMA_1B["rope_scaling"], "low_freq_factor": 4.0}),
+            "low_freq_factor 4.0 must be below high_freq_factor 4.0",
+        ),
         (without(rope_parameters={"rope_type": "default"}), "both rope_parameters and rope_scaling and they differ"),
         (without(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 changes"),
         (without("hidden_size"), "config.json has no 'hidden_size'"),

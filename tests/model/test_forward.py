@@ -10,7 +10,18 @@ from pagedjax.batch import Chunk
 from pagedjax.config import RopeConfig
 from pagedjax.kv_cache import make_cache
 from pagedjax.model import forward
-from tests.helpers import TINY, decode_step, dense_logits, mixed_step, poisoned_cache, prefill, prompt, shuffled_blocks, tiny_params, variant
+from tests.helpers import (
+    TINY,
+    decode_step,
+    dense_logits,
+    mixed_step,
+    poisoned_cache,
+    prefill,
+    prompt,
+    shuffled_blocks,
+    tiny_params,
+    variant,
+)
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33)
 # float32 sums of up to 48 terms over two layers, logits up to about 30: 64 units in the last place of 32.

@@ -11,7 +11,7 @@ from pagedjax.layers import apply_rope, project, rms_norm, rope_angles, round_to
 
 
 def test_rms_norm_rounds_before_it_multiplies():
-    # 3 / sqrt(7.5) = 1.0954 -> bf16 1.09375; times bf16(.3) = .30078125 gives .32898 -> bf16 .328125. One rounding alone would give .330078.
+    # 3 / sqrt(7.5) = 1.0954 -> bf16 1.09375; times bf16(.3) = .30078125 gives .32898 -> bf16 .328125. Rounded once, it is .330078.
     x, weight = jnp.asarray([[1, 2, 3, 4]], jnp.bfloat16), jnp.full((4,), 0.3, jnp.bfloat16)
     for norm in (rms_norm, jax.jit(rms_norm, static_argnums=2)):
         assert float(norm(x, weight, 1e-5)[0, 2]) == 0.328125

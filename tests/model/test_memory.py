@@ -65,7 +65,9 @@ def test_one_trace_a_bucket_in_generate(monkeypatch):
     traced_loop = chex.assert_max_traces(step.decode_loop, n=1)
     monkeypatch.setattr(generation, "_prefill_step", jax.jit(traced_prefill, static_argnames=statics, donate_argnames=("cache", "state")))
     monkeypatch.setattr(
-        generation, "_decode_loop", jax.jit(traced_loop, static_argnames=(*statics, "num_steps", "window"), donate_argnames=("cache", "state"))
+        generation,
+        "_decode_loop",
+        jax.jit(traced_loop, static_argnames=(*statics, "num_steps", "window"), donate_argnames=("cache", "state")),
     )
     params = tiny_params()
     for lengths in ((17, 20), (18, 19), (30, 29)):

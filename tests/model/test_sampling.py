@@ -45,7 +45,7 @@ LOG = np.log([0.1, 0.2, 0.3, 0.4])
         (LOG, dict(top_p=0.6), {3, 2}),
         (LOG, dict(top_p=1e-9), {3}),
         (LOG, dict(top_k=3), {1, 2, 3}),
-        (LOG, dict(), {0, 1, 2, 3}),
+        (LOG, {}, {0, 1, 2, 3}),
         (LOG, dict(top_k=4), {0, 1, 2, 3}),
         (LOG, dict(top_k=9), {0, 1, 2, 3}),
         ([1, 2, 2, 2, 3], dict(top_k=3), {1, 2, 4}),  # exactly three, lower ids first among ties
