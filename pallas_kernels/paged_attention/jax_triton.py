@@ -4,6 +4,7 @@ It runs only when it is named, and stands in for the day on which Pallas drops i
 ``jax-triton`` and ``triton`` (0.3.1 and 3.6 work together with jax 0.11.2).
 """
 
+# mypy: disable-error-code="no-untyped-def"
 # ruff: noqa: ANN001, ANN202  (Triton gives annotations of a kernel's parameters a meaning of its own)
 
 import jax
@@ -171,7 +172,7 @@ def _attend(
         total = tl.zeros((ROWS,), tl.float32)
         token = start + cell
         ids = tl.load(table + row * M + token // Z, mask=token < end, other=0)
-        for i in range(0, (end - start + TILE - 1) // TILE):
+        for i in range((end - start + TILE - 1) // TILE):
             token = start + i * TILE + cell
             after = token + TILE
             # One step ahead: see the module docstring of pallas_triton.
@@ -237,7 +238,7 @@ def _merge(
         acc = tl.zeros((WIDTH,), tl.float32)
         top = tl.full((), _NEG, tl.float32)
         total = tl.zeros((), tl.float32)
-        for i in range(0, (splits + _MERGE - 1) // _MERGE):
+        for i in range((splits + _MERGE - 1) // _MERGE):
             split = i * _MERGE + tl.arange(0, _MERGE)
             lse2 = tl.load(part_lse + at + split, mask=split < splits, other=_NEG)
             mask = (split < splits)[:, None] & (lane < H)[None, :]
