@@ -64,8 +64,9 @@ def render(
     names["documents"] = _plain_schemas(documents, "documents")
     if continue_final_message:
         open_text = _mark_end(conversation[-1])
+    compiled = _compile(template)
     try:
-        text = _compile(template).render(names)
+        text = compiled.render(names)
     except _TEMPLATE_FAILURES as error:
         raise RequestError(f"the chat template refuses these messages: {error}") from error
     return _cut_at_mark(text, open_text) if continue_final_message else text

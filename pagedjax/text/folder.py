@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import tokenizers
@@ -42,7 +42,9 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[tokenizers.Tokenizer, dic
             raise CheckpointError(f"{folder}: {key} is {token!r}, which tokenizer.json does not know")
         if known:
             named[key] = token
-    _mark_special(backend, [*named.values(), *_listed_tokens(special_tokens)])
+    # As in transformers, a name makes a token special whatever tokenizer.json says of it, and a list only where that is silent.
+    _mark_special(backend, named.values(), force=True)
+    _mark_special(backend, _listed_tokens(special_tokens), force=False)
     return backend, named, _read_chat_templates(folder, config)
 
 
@@ -110,14 +112,19 @@ def _added_token(entry: Any) -> AddedToken:
     )
 
 
-def _mark_special(backend: tokenizers.Tokenizer, tokens: list[str]) -> None:
-    """Tokens that a config names are special, also where tokenizer.json forgets to say so."""
+def _mark_special(backend: tokenizers.Tokenizer, tokens: Iterable[str], *, force: bool) -> None:
+    """Make tokens of the vocabulary special; those that tokenizer.json calls added but not special only if `force`.
+
+    Unknown ones are left out: an id of their own would lie beyond the model's embedding.
+    """
     by_content = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for content in dict.fromkeys(tokens):
-        token = by_content.get(content, AddedToken(content, normalized=False))
-        if not token.special and backend.token_to_id(content) is not None:
-            token.special = True
-            backend.add_special_tokens([token])
+        token = by_content.get(content)
+        if backend.token_to_id(content) is None or (token is not None and (token.special or not force)):
+            continue
+        token = token or AddedToken(content, normalized=False)
+        token.special = True
+        backend.add_special_tokens([token])
 
 
 def _named_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

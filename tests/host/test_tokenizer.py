@@ -71,10 +71,12 @@ def test_tokens_that_only_the_config_lists_are_added_under_their_ids(tmp_path):
 
 def test_a_named_token_is_special_also_where_tokenizer_json_forgets_to_say_so(tmp_path):
     backend = byte_level_backend()
-    backend.add_tokens(["<|im_end|>", "<|im_start|>", "<box>"])
-    config = {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"], "extra_special_tokens": {"box_token": "<box>"}}
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, backend, tokenizer_config=config))
-    assert tokenizer.decode([260, *tokenizer.encode("ab"), 261, 262]) == "ab"
+    backend.add_tokens(["<|im_end|>", "<tool>", "<box>"])
+    # A list makes a token special only where tokenizer.json has it as an ordinary one.
+    lists = {"additional_special_tokens": ["<tool>", "Ġa", "<unknown>"], "extra_special_tokens": {"box_token": "<box>"}}
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, backend, tokenizer_config={"eos_token": "<|im_end|>", **lists}))
+    assert tokenizer.decode([260, *tokenizer.encode("ab a"), 261, 262]) == "ab<tool>"
+    assert tokenizer.vocab_size == 263
     assert tokenizer.special_tokens == {"eos_token": "<|im_end|>", "box_token": "<box>"}
 
 
