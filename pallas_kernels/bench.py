@@ -6,6 +6,7 @@ are relative, in the 2-norm, against the XLA reference.
 """
 
 import argparse
+import concurrent.futures
 import datetime as dt
 import importlib
 import json
@@ -83,24 +84,18 @@ def run(
     bandwidth: dict[str, float],
 ) -> list[dict[str, Any]]:
     """Time every shape by every implementation that serves it, print a line for each and return them as records."""
+    cases = [case for shape in shapes for case in _cases(shape, implementations, pools)]
+    with concurrent.futures.ThreadPoolExecutor(12) as threads:  # most of this is compiling
+        errors = list(threads.map(lambda case: None if case.error is None else case.error(), cases))
+    timings = measure([case.call for case in cases], [case.calls for case in cases])
+    records = [_record(*row, bandwidth) for row in zip(cases, timings, errors, strict=True)]
     print(f"{'shape':32} {'implementation':24} {'us':>9} {'GB/s':>7} {'of read':>8} {'of copy':>8} {'TFLOP/s':>8} {'error':>9}  clock")
-    records = []
-    for shape in shapes:
-        for case in _cases(shape, implementations, pools):
-            (timing,) = measure([case.call], case.calls)
-            record = _record(case, timing, bandwidth)
-            records.append(record)
-            columns = (
-                ("GB_per_s", "7.0f"),
-                ("fraction_of_read", "8.3f"),
-                ("fraction_of_copy", "8.3f"),
-                ("TFLOP_per_s", "8.1f"),
-                ("error", "9.2e"),
-            )
-            rest = " ".join(
-                format(record[key], spec) if record.get(key) is not None else " " * int(spec.partition(".")[0]) for key, spec in columns
-            )
-            print(f"{case.name:32} {case.implementation:24} {timing.us:9.2f} {rest}  {timing.clock}", flush=True)
+    columns = (("GB_per_s", "7.0f"), ("fraction_of_read", "8.3f"), ("fraction_of_copy", "8.3f"), ("TFLOP_per_s", "8.1f"), ("error", "9.2e"))
+    for record in records:
+        rest = " ".join(
+            format(record[key], spec) if record.get(key) is not None else " " * int(spec.partition(".")[0]) for key, spec in columns
+        )
+        print(f"{record['shape']:32} {record['implementation']:24} {record['us']:9.2f} {rest}  {record['clock']}")
     return records
 
 
@@ -118,7 +113,7 @@ def _cases(shape: DecodeShape | WriteShape | PrefillShape, implementations: Sequ
     return [prefill_case(shape, name, pools) for name in [*names, *(["cudnn"] if on_gpu else [])]]
 
 
-def _record(case: Case, timing: Timing, bandwidth: dict[str, float]) -> dict[str, Any]:
+def _record(case: Case, timing: Timing, error: float | None, bandwidth: dict[str, float]) -> dict[str, Any]:
     record: dict[str, Any] = {
         "shape": case.name,
         "implementation": case.implementation,
@@ -127,7 +122,7 @@ def _record(case: Case, timing: Timing, bandwidth: dict[str, float]) -> dict[str
         "calls": len(timing.calls_us),
         "clock": timing.clock,
         "kernels": list(timing.kernels),
-        "error": None if case.error is None else case.error(),
+        "error": error,
     }
     if case.bytes_needed:
         rate = case.bytes_needed / timing.us / 1e6  # TB/s

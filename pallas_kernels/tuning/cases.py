@@ -19,25 +19,23 @@ _ERROR_ROWS = 4  # rows that are compared with the reference: a whole batch of l
 
 @dataclass
 class Pools:
-    """One pair of pools for every shape that shares their layout, made when first asked for."""
+    """Random pools with as many cells as ``num_blocks`` blocks of 16; shapes of one layout share a pair."""
 
     num_blocks: int
     _made: dict[tuple[int, int, int, str], tuple[jax.Array, jax.Array]] = field(default_factory=dict)
 
-    def get(self, shape: DecodeShape | WriteShape | PrefillShape) -> tuple[jax.Array, jax.Array]:
-        """Random ``(k_pool, v_pool)`` with as many cells as ``num_blocks`` blocks of 16."""
+    def get(self, shape: DecodeShape | PrefillShape) -> tuple[jax.Array, jax.Array]:
+        """``(k_pool, v_pool)``, made when first asked for."""
         key = (shape.num_kv_heads, shape.block_size, shape.head_size, shape.dtype)
         if key not in self._made:
-            self._made.clear()  # pools of one layout at a time
-            blocks = max(2, self.num_blocks * 16 // shape.block_size)
-            made = [
-                jax.random.normal(
-                    jax.random.key(i), (blocks, shape.num_kv_heads, shape.block_size, shape.head_size), jnp.dtype(shape.dtype)
-                )
-                for i in (1, 2)
-            ]
-            self._made[key] = made[0], made[1]
+            self._made[key] = self.fresh(shape)
         return self._made[key]
+
+    def fresh(self, shape: DecodeShape | PrefillShape | WriteShape) -> tuple[jax.Array, jax.Array]:
+        """A pair that nobody else holds: it may be donated."""
+        blocks = max(2, self.num_blocks * 16 // shape.block_size)
+        size, dtype = (blocks, shape.num_kv_heads, shape.block_size, shape.head_size), jnp.dtype(shape.dtype)
+        return jax.random.normal(jax.random.key(1), size, dtype), jax.random.normal(jax.random.key(2), size, dtype)
 
 
 def tables(num_blocks: int, rows: int, width: int, count: int) -> list[jax.Array]:
@@ -104,8 +102,7 @@ def decode_case(shape: DecodeShape, implementation: str, pools: Pools, attend: C
 
 def write_case(shape: WriteShape, implementation: str, pools: Pools) -> Case:
     """The pools are donated from call to call."""
-    state = list(pools.get(shape))
-    pools._made.clear()  # these are ours alone now: the first call donates them
+    state = list(pools.fresh(shape))
     calls = calls_for(shape.bytes_needed)
     rng, num_slots = np.random.default_rng(0), state[0].shape[0] * shape.block_size
     slots = [

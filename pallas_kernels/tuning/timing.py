@@ -4,6 +4,7 @@ Many cells are measured in one profiler session, with a marker kernel between th
 launch cost within a kernel does. Without a GPU the host's clock stands in, and the result says so.
 """
 
+import concurrent.futures
 import statistics
 import tempfile
 import time
@@ -19,6 +20,7 @@ from jax.experimental.pallas import triton as plt
 from jax.profiler import ProfileData, ProfileOptions
 
 _MARKER = "pallas_kernels_marker"
+_COMPILERS = 12  # threads that compile at a time
 
 
 @dataclass(frozen=True)
@@ -35,16 +37,15 @@ class Timing:
         return statistics.median(self.calls_us)
 
 
-def measure(cells: Sequence[Callable[[int], object]], calls: int, warm: int = 2) -> list[Timing]:
-    """Time every cell: ``cell(i)`` enqueues call ``i`` of ``calls`` and returns its output arrays.
+def measure(cells: Sequence[Callable[[int], object]], calls: Sequence[int]) -> list[Timing]:
+    """Time every cell: ``cells[j](i)`` enqueues call ``i`` of ``calls[j]`` and returns its output arrays.
 
     Call the jitted function with other pools or tables for each ``i``, so that the L2 does not hold the data.
     """
-    for cell in cells:
-        for i in range(warm):
-            jax.block_until_ready(cell(i))
+    with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as threads:  # the first call compiles
+        list(threads.map(lambda cell: jax.block_until_ready(cell(0)), cells))
     if jax.default_backend() != "gpu":
-        return [_on_host(cell, calls) for cell in cells]
+        return [_on_host(cell, count) for cell, count in zip(cells, calls, strict=True)]
     mark = _marker()
     jax.block_until_ready(mark())
     options = ProfileOptions()
@@ -52,8 +53,8 @@ def measure(cells: Sequence[Callable[[int], object]], calls: int, warm: int = 2)
     options.python_tracer_level = 0
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder, profiler_options=options):
-            for cell in cells:
-                for i in range(calls):
+            for cell, count in zip(cells, calls, strict=True):
+                for i in range(count):
                     result = cell(i)
                 jax.block_until_ready(result)
                 jax.block_until_ready(mark())
@@ -64,11 +65,10 @@ def measure(cells: Sequence[Callable[[int], object]], calls: int, warm: int = 2)
             groups.append([])
         else:
             groups[-1].append((duration, name))
-    if len(groups) != len(cells) + 1 or any(len(group) % calls or not group for group in groups[:-1]):
-        raise RuntimeError(
-            f"the profile does not split into {len(cells)} cells of {calls} calls: {[len(group) for group in groups]} kernels"
-        )
-    return [_per_call(group, calls) for group in groups[:-1]]
+    sizes = [len(group) for group in groups]
+    if len(groups) != len(cells) + 1 or any(not size or size % count for size, count in zip(sizes, calls, strict=False)):
+        raise RuntimeError(f"the profile does not split into {len(cells)} cells of {list(calls)} calls: it has {sizes} kernels")
+    return [_per_call(group, count) for group, count in zip(groups[:-1], calls, strict=True)]
 
 
 def _per_call(events: list[tuple[float, str]], calls: int) -> Timing:
@@ -118,5 +118,5 @@ def bandwidths(num_bytes: int, calls: int = 10) -> dict[str, float]:
     x = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
     read = jax.jit(lambda x: x.reshape(-1, 4096).max(axis=1))
     copy = jax.jit(lambda x: x ^ jnp.uint32(1))
-    reading, copying = measure([lambda i: read(x), lambda i: copy(x)], calls)
+    reading, copying = measure([lambda i: read(x), lambda i: copy(x)], [calls, calls])
     return {"read": num_bytes / reading.us / 1e6, "copy": 2 * num_bytes / copying.us / 1e6}

@@ -19,16 +19,16 @@ from pallas_kernels.tuning.timing import measure
 
 # One setting serves every batch and context of a head size, so that a row's bits do not depend on the batch: each shape has a
 # say, whatever its time.
-SHAPES = ((1, 8192), (8, 512), (8, 2048), (32, 2048), (128, 512), (128, 2048))
+SHAPES = ((1, 8192), (8, 512), (8, 2048), (32, 2048), (128, 2048))
 _SHARED_MEMORY = 220 << 10
 
 
 def candidates(head_size: int, itemsize: int) -> Iterator[TileConfig]:
     """Settings worth trying for one head size: those whose loads in flight fit into shared memory."""
-    tiles, stages, splits = (32, 64, 128), (2, 3, 4), ((512, 256), (512, 512), (1024, 512), (1024, 1024))
-    for tile, stage, (direct, chunk) in itertools.product(tiles, stages, splits):
-        if 2 * stage * tile * head_size * itemsize <= _SHARED_MEMORY:
-            yield TileConfig(tile=tile, num_stages=stage, direct=direct, chunk=chunk)
+    tiles = ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
+    for (tile, stages), (direct, chunk) in itertools.product(tiles, ((512, 256), (512, 512), (1024, 512), (1024, 1024))):
+        if 2 * stages * tile * head_size * itemsize <= _SHARED_MEMORY:
+            yield TileConfig(tile=tile, num_stages=stages, direct=direct, chunk=chunk)
 
 
 def with_settings(implementation: str, config: TileConfig) -> Callable[..., jax.Array]:
@@ -58,15 +58,20 @@ def best_settings(head_size: int, implementation: str, pools: Pools, log: Callab
 def _race(
     configs: list[TileConfig], head_size: int, implementation: str, pools: Pools, log: Callable[[str], None]
 ) -> tuple[TileConfig, float]:
+    shapes = [DecodeShape(batch, context, head_size) for batch, context in SHAPES]
+    cases = [decode_case(shape, implementation, pools, with_settings(implementation, config)) for shape in shapes for config in configs]
+    timings = measure([case.call for case in cases], [min(24, case.calls) for case in cases])
     logs = [0.0] * len(configs)
-    for batch, context in SHAPES:
-        shape = DecodeShape(batch, context, head_size)
-        cases = [decode_case(shape, implementation, pools, with_settings(implementation, config)) for config in configs]
-        for i, timing in enumerate(measure([case.call for case in cases], calls=min(24, cases[0].calls))):
-            logs[i] += math.log(timing.us) / len(SHAPES)
-            log(f"{shape.name} {implementation} {configs[i]}: {timing.us:.2f} us")
+    for j, (case, timing) in enumerate(zip(cases, timings, strict=True)):
+        config = configs[j % len(configs)]
+        logs[j % len(configs)] += math.log(timing.us) / len(shapes)
+        log(f"{case.name} {implementation} {_brief(config)}: {timing.us:.2f} us")
     best = min(range(len(configs)), key=logs.__getitem__)
     return configs[best], math.exp(logs[best])
+
+
+def _brief(config: TileConfig) -> str:
+    return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 
 def tune(head_sizes: tuple[int, ...], implementations: tuple[str, ...], pools: Pools, log: Callable[[str], None]) -> dict[str, Any]:
