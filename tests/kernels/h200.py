@@ -17,13 +17,21 @@ import pallas_kernels
 _HERE = pathlib.Path(__file__).parent
 
 
+def _found(module):
+    """Whether `module` can be imported; `find_spec` alone raises where the package around a module is missing."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def _missing():
     """Why it cannot be done here, or None."""
     if jax.default_backend() == "gpu":
         return "a GPU is here: the gpu tests run the kernels themselves"
-    if not any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
+    if not any(_found(f"jax_plugins.xla_cuda{n}") for n in (12, 13)):
         return "compiling for a GPU needs the wheels jax-cuda13-plugin and jax-cuda13-pjrt"
-    if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("jax._src.pallas.triton.gpu_info") is None:
+    if not (_found("nvidia") and _found("jax._src.pallas.triton.gpu_info")):
         return "compiling for a GPU needs the wheels nvidia-cuda-nvcc and nvidia-nvvm, and jax 0.11 or newer"
     return None
 
