@@ -1,0 +1,204 @@
+"""Paged decode attention in Pallas Mosaic GPU: Hopper (TMA, wgmma, clusters), bfloat16 and float16.
+
+Here: what the kernel serves, which settings it gets and the call. The kernel is in ``mosaic_decode.py``, the instructions
+that Pallas does not expose are in ``mosaic_ptx.py``. Both are imported when they are needed: they want a new jax.
+
+A row's result is the same bits for every batch that the row is in: the settings that numbers depend on (``tile`` and
+``chains``) follow from the head size alone.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from pallas_kernels._dispatch import Device
+from pallas_kernels.paged_attention import DecodeProblem
+
+MAX_GROUP = 16
+MAX_HEAD = 256
+_OLDEST_JAX = (0, 11, 2)
+_SHARED_MEMORY = 227 << 10  # of one multiprocessor, in bytes, for one CTA
+_NUM_SMS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of the kernel; static.
+
+    Attributes:
+        tile: tokens per loop step, a multiple of 64. Numbers depend on it.
+        chains: parts of a row that are summed apart. Numbers depend on it.
+        splits: CTAs that share a row and KV head, a divisor of ``chains``.
+        stages: tiles of K and of V in shared memory.
+    """
+
+    tile: int
+    chains: int
+    splits: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.tile < 64 or self.tile > 256 or self.tile & (self.tile - 1):
+            raise ValueError(f"tile must be 64, 128 or 256, got {self.tile}")
+        if not 1 <= self.chains <= 16:
+            raise ValueError(f"chains must be 1 to 16, got {self.chains}")
+        if self.splits < 1 or self.chains % self.splits:
+            raise ValueError(f"splits must divide chains, got splits {self.splits} and chains {self.chains}")
+        if not 2 <= self.stages <= 8:
+            raise ValueError(f"stages must be 2 to 8, got {self.stages}")
+
+
+def shared_memory(config: Config, group: int, head_size: int) -> int:
+    """Bytes of shared memory that a CTA takes, with what alignment costs at most."""
+    columns = -(-group // 8) * 8
+    pools = 2 * config.stages * config.tile * head_size * 2
+    words = config.chains * (head_size // config.splits + 1) * columns + 8 * columns + 2 * (3 * config.stages + 1)
+    return pools + columns * (head_size + config.tile) * 2 + 4 * words + 5 * 1024
+
+
+def config_for(num_rows: int, num_kv_heads: int, head_size: int, group: int) -> Config:
+    """Settings for a batch of ``num_rows`` (B), measured on an H200 at G = 4 and Z = 16; see the README of pallas_kernels.
+
+    ``tile`` and ``chains`` depend on the head size alone, so that a row's bits do not depend on the batch. A few CTAs for each
+    (row, KV head) as long as that does not make more than one for each multiprocessor; from there on one, and two CTAs
+    to a multiprocessor.
+    """
+    tile, chains = (128, 8) if head_size <= 64 else (64, 8)
+    items = num_rows * num_kv_heads
+    splits = chains
+    while splits > 1 and items * splits > _NUM_SMS:
+        splits //= 2
+    for stages in (6, 5, 4, 3, 2) if splits > 1 else (3, 2):
+        config = Config(tile, chains, splits, stages)
+        if shared_memory(config, group, head_size) <= _SHARED_MEMORY // (1 if splits > 1 else 2):
+            return config
+    while shared_memory(config, group, head_size) > _SHARED_MEMORY:
+        config = dataclasses.replace(config, splits=config.splits * 2)
+    return config
+
+
+def supports(problem: DecodeProblem) -> str | None:
+    """Why the kernel does not serve a problem on a Hopper GPU; ``None`` if it does."""
+    pool = problem.pool
+    if pool.dtype not in ("bfloat16", "float16"):
+        return f"it serves bfloat16 and float16, got {pool.dtype}; 'pallas_triton' serves float32"
+    if pool.head_size % 64 or pool.head_size > MAX_HEAD:
+        return f"it serves head sizes 64, 128, 192 and 256, got {pool.head_size}; 'pallas_triton' serves others"
+    if problem.group > MAX_GROUP:
+        return f"it serves at most {MAX_GROUP} query heads per key/value head, got {problem.group}; 'reference' serves any number"
+    if pool.block_size < 8:
+        return f"it serves blocks of 8 tokens and more, got {pool.block_size}; 'pallas_triton' serves smaller ones"
+    rows = pool.num_physical_blocks * pool.num_kv_heads * pool.block_size
+    if rows >= 1 << 31:
+        return f"it serves pools of fewer than 2^31 vectors, got {rows}"
+    if problem.num_rows * problem.num_heads * pool.head_size >= 1 << 30 or problem.num_rows * problem.table_width >= 1 << 31:
+        return f"it serves q of fewer than 2^30 and tables of fewer than 2^31 numbers, got {problem.num_rows} rows"
+    return None
+
+
+def why_not(problem: DecodeProblem | None, device: Device, *, interpret: bool) -> str | None:
+    """Needs compute capability 9.0 and a new jax; no interpreter knows wgmma."""
+    if interpret:
+        return "wgmma cannot be interpreted; 'pallas_triton_interpret' can"
+    if device.compute_capability is None or device.compute_capability[0] != 9:
+        return "it needs a Hopper GPU (compute capability 9.0); 'pallas_triton' serves other NVIDIA GPUs"
+    if jax.__version_info__ < _OLDEST_JAX:
+        return f"it needs jax {'.'.join(map(str, _OLDEST_JAX))} or newer, this is {jax.__version__}; 'pallas_triton' serves older ones"
+    return None if problem is None else supports(problem)
+
+
+def run(
+    problem: DecodeProblem,
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    interpret: bool = False,
+    config: Config | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Run a problem that ``why_not`` lets pass: output ``[B, N, H]`` and, if asked for, log-sum-exp ``float32[B, N]``."""
+    options = problem.options
+    out, *lse = paged_attention(
+        q,
+        k_pool,
+        v_pool,
+        block_tables,
+        context_lens,
+        scale=options.scale,
+        sliding_window=options.sliding_window,
+        soft_cap=options.soft_cap,
+        return_lse=options.return_lse,
+        config=config,
+    )
+    return out, lse[0] if lse else None
+
+
+# A jit of its own: a model that calls the kernel once a layer lowers it once.
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "soft_cap", "return_lse", "config"))
+def paged_attention(
+    q: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    block_tables: jax.Array,
+    context_lens: jax.Array,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    return_lse: bool = False,
+    config: Config | None = None,
+) -> tuple[jax.Array, ...]:
+    """The kernel, for arguments that ``pallas_kernels.paged_attention`` has validated and ``supports`` lets pass.
+
+    Args:
+        q: ``[B, N, H]``, bfloat16 or float16.
+        k_pool: ``[P, K, Z, H]``, of q's dtype.
+        v_pool: ``[P, K, Z, H]``.
+        block_tables: ``int32[B, M]``; entries behind a row's context are not used.
+        context_lens: ``int32[B]``.
+        scale: factor on the logits.
+        sliding_window: attend to the last so many tokens only.
+        soft_cap: bound of the logits.
+        return_lse: return the log-sum-exp too.
+        config: settings; ``config_for``'s by default.
+
+    Returns:
+        ``(out [B, N, H],)`` or ``(out, lse float32[B, N])``.
+
+    Raises:
+        ValueError: ``config`` needs more shared memory than there is.
+    """
+    # Only here: they need a jax that has Mosaic GPU.
+    from pallas_kernels.paged_attention import mosaic_decode
+    from pallas_kernels.paged_attention.mosaic_thread import Shape
+
+    rows, heads, head_size = q.shape
+    blocks, kv_heads, block_size, _ = k_pool.shape
+    group = heads // kv_heads
+    config = config or config_for(rows, kv_heads, head_size, group)
+    need = shared_memory(config, group, head_size)
+    if need > _SHARED_MEMORY:
+        raise ValueError(
+            f"{config} needs {need} bytes of shared memory for head size {head_size} and group {group}; there are {_SHARED_MEMORY}"
+        )
+    shape = Shape(
+        B=rows,
+        N=heads,
+        P=blocks,
+        K=kv_heads,
+        Z=block_size,
+        H=head_size,
+        M=block_tables.shape[1],
+        tile=config.tile,
+        stages=config.stages,
+        chains=config.chains,
+        splits=config.splits,
+        scale=scale,
+        sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        return_lse=return_lse,
+    )
+    return mosaic_decode.call(shape, q, k_pool, v_pool, block_tables, context_lens)
