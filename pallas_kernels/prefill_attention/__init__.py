@@ -95,16 +95,18 @@ def paged_prefill_attention(
 
     Row ``c`` owns queries ``query_start_loc[c]:query_start_loc[c + 1]``; its last query stands at position
     ``context_lens[c] - 1``, and every query sees the keys of its row at its own position and before. Cells that no row
-    owns may hold anything, NaN included. Differentiable in ``q``, ``k_pool`` and ``v_pool``.
+    owns, or that all its queries' sliding windows have left behind, may hold anything, NaN included. A row's result does
+    not depend on the rows beside it. Differentiable in ``q``, ``k_pool`` and ``v_pool``.
 
     Args:
         q: ``[T, N, H]`` queries, of the pools' dtype; tokens from ``query_start_loc[-1]`` on are pads.
         k_pool: ``[P, K, Z, H]`` keys, bfloat16, float16 or float32; ``N`` is a multiple of ``K``.
         v_pool: ``[P, K, Z, H]`` values.
-        block_tables: ``int32[C, M]``, the physical block of each logical block. Entries that the context does not reach
-            may name any block, the null block by convention.
+        block_tables: ``int32[C, M]``, the physical block of each logical block. Entries that the context does not reach,
+            or that the sliding windows have left behind, may name any block, the null block by convention.
         query_start_loc: ``int32[C + 1]``, ascending from 0 and at most ``T``; equal neighbours are a row without queries.
-        context_lens: ``int32[C]``, how many tokens each row holds, its queries included; at most ``M * Z``.
+        context_lens: ``int32[C]``, how many tokens each row holds, its queries included; at most ``M * Z``, and read as
+            that if it is more.
         scale: factor on the logits; ``H ** -0.5`` by default.
         sliding_window: a query sees itself and the ``sliding_window - 1`` tokens before it.
         soft_cap: logits become ``soft_cap * tanh(logits / soft_cap)``.
@@ -131,7 +133,8 @@ def paged_prefill_attention(
         return_lse=return_lse,
     )
     name = OP.resolve(implementation, problem, current_device())
-    arrays = (jnp.asarray(x) for x in (q, k_pool, v_pool, block_tables, query_start_loc, context_lens))
+    lens = jnp.minimum(jnp.asarray(context_lens), problem.table_width * problem.pool.block_size)  # no kernel reads past a table
+    arrays = (*(jnp.asarray(x) for x in (q, k_pool, v_pool, block_tables, query_start_loc)), lens)
     if problem.num_tokens == 0 or problem.num_rows == 0:
         out = jnp.zeros(q.shape, q.dtype)
         return (out, jnp.full(q.shape[:2], -jnp.inf, jnp.float32)) if return_lse else out

@@ -9,7 +9,8 @@ read once for all of them and short chunks still fill the tile.
 - Key tiles run from the sliding window's start to the tile's own last query. Only those on a border are masked; the
   masked cells of K and V are not even loaded, so that NaN in cells that nobody owns cannot reach ``0 * V``.
 - Programs start with the last tiles, which have the most keys behind them.
-- Every row's arithmetic depends on the row alone: key tiles start at multiples of ``tile_kv`` whatever the batch holds.
+- Every row's arithmetic depends on the row alone, to the bit: key tiles start at multiples of ``tile_kv``, and the tile
+  sizes do not depend on how much the batch holds.
 """
 
 import dataclasses
@@ -29,7 +30,6 @@ from pallas_kernels.prefill_attention import OP, PrefillProblem
 from pallas_kernels.prefill_attention.tiles import num_query_tiles, query_tiles
 
 _FLOOR = -1e30  # start of the running maximum: finite, so that exp2(-inf - maximum) is 0 and never NaN
-_MIN_ROWS = 16  # the smallest side of a Triton dot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +45,17 @@ class TileConfig:
 
 
 def default_config(problem: PrefillProblem) -> TileConfig:
-    """The tile configuration for these static sizes: the fastest measured for long rows, narrower for short ones."""
-    group, head_size = problem.group, problem.pool.head_size
-    average = -(-problem.num_tokens // problem.num_rows) * group
-    rows = 1 << (max(_MIN_ROWS, group, min(128, average)) - 1).bit_length()
+    """The tile sizes for these static sizes.
+
+    Not a function of the number of tokens or rows, which would let a row's bits depend on its batch. Short rows leave most
+    of a wide tile idle, but read the same keys through a narrow one, and reading is what they wait for.
+    """
+    least = 1 << (problem.group - 1).bit_length()
     if problem.pool.dtype == "float32":  # true float32 products run on the plain cores, from registers
-        return TileConfig(rows=max(min(rows, 32), 1 << (group - 1).bit_length()), tile_kv=32, num_warps=4, num_stages=2)
-    if head_size > 128:
-        return TileConfig(rows=rows, tile_kv=32, num_warps=8 if rows >= 128 else 4, num_stages=2)
-    return TileConfig(rows=rows, tile_kv=64, num_warps=8 if rows >= 128 else 4, num_stages=3)
+        return TileConfig(rows=max(32, least), tile_kv=32, num_warps=4, num_stages=2)
+    if problem.pool.head_size > 128:
+        return TileConfig(rows=max(128, least), tile_kv=32, num_warps=8, num_stages=2)
+    return TileConfig(rows=max(128, least), tile_kv=64, num_warps=8, num_stages=3)
 
 
 def _kernel(
@@ -82,6 +84,7 @@ def _kernel(
     tile = pl.num_programs(1) - 1 - pl.program_id(1)
     row, start, count, position = (plt.load(tiles_ref.at[i * pl.num_programs(1) + tile]) for i in range(4))
     limit = position + count  # keys from here on are nobody's business in this tile
+    lower = position - ((sliding_window or 2**30) - 1)  # neither are those before this one
 
     r = jnp.arange(rows, dtype=i32)
     token, head = lax.div(r, i32(group)), kv_head * group + lax.rem(r, i32(group))
@@ -99,7 +102,9 @@ def _kernel(
         # Indices are all arrays: the interpreter cannot mix them with slices in a masked load.
         at = ref.at[ids[:, None], kv_head, lax.rem(i * tile_kv + cell, i32(block_size))[:, None], lane]
         if border:
-            return plt.load(at, mask=(i * tile_kv + cell < limit)[:, None] & (lane < head_size), other=0.0)
+            key = i * tile_kv + cell
+            seen = (key < limit) & (key >= lower) if sliding_window else key < limit
+            return plt.load(at, mask=seen[:, None] & (lane < head_size), other=0.0)
         if lanes != head_size:
             return plt.load(at, mask=jnp.broadcast_to(lane < head_size, (tile_kv, lanes)), other=0.0)
         return plt.load(at)
@@ -130,7 +135,7 @@ def _kernel(
         end = pl.cdiv(limit, tile_kv)
         first, inner = i32(0), i32(0)
         if sliding_window is not None:
-            first = lax.div(jnp.maximum(position - (sliding_window - 1), 0), i32(tile_kv))
+            first = lax.div(jnp.maximum(lower, 0), i32(tile_kv))
             inner = jnp.minimum(pl.cdiv(jnp.maximum(limit - sliding_window, 0), tile_kv), end)
         outer = jnp.maximum(inner, lax.div(jnp.maximum(position + 1, 0), i32(tile_kv)))
         carry = (block_ids(first), jnp.zeros((rows, lanes), f32), jnp.full((rows,), _FLOOR, f32), jnp.zeros((rows,), f32))

@@ -60,7 +60,10 @@ def _attend_tile(
     ids = table_row.at[logical].get(mode="clip")
     key_position = first_block * block_size + jnp.arange(num_keys, dtype=jnp.int32)
     # Cells that no query of this tile may see can hold NaN. K too is masked: in the backward it is multiplied by zeros.
-    seen = (key_position < position + count)[None, :, None]
+    seen = key_position < position + count
+    if options.sliding_window is not None:
+        seen &= key_position > position - options.sliding_window
+    seen = seen[None, :, None]
 
     def gather(pool: jax.Array) -> jax.Array:
         cells = jnp.swapaxes(pool.at[ids].get(mode="clip"), 0, 1).reshape(num_kv_heads, num_keys, head_size)
@@ -116,7 +119,7 @@ def run(
     widths = _widths(problem.table_width, block_size)
 
     def attend(q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, what: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        row, start, count, position = what
+        row, start, count, position, _ = what
         first = jnp.zeros_like(position) if sliding_window is None else jnp.maximum(position - (sliding_window - 1), 0)
         first_block = first // block_size
         needed = (position + count - 1) // block_size + 1 - first_block

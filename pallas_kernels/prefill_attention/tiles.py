@@ -27,6 +27,8 @@ class QueryTiles(NamedTuple):
     position: jax.Array
     """Absolute position of the tile's first query within its row. The tile sees keys before ``position + num_queries``,
     which is at most 0 for pads and for rows without context."""
+    context_len: jax.Array
+    """Tokens of the tile's row; 0 for pads. Keys from here on belong to nobody."""
 
 
 def num_query_tiles(num_tokens: int, num_rows: int, tile: int) -> int:
@@ -61,7 +63,13 @@ def query_tiles(query_start_loc: jax.Array, context_lens: jax.Array, *, num_toke
     start = query_start_loc[row] + (index - first[row]) * tile
     count = jnp.where(used, jnp.clip(ends[row] - start, 0, tile), 0)
     position = contexts[row] - (ends[row] - start)
-    return QueryTiles(row=jnp.minimum(row, num_rows - 1), start=jnp.where(used, start, 0), num_queries=count, position=position)
+    return QueryTiles(
+        row=jnp.minimum(row, num_rows - 1),
+        start=jnp.where(used, start, 0),
+        num_queries=count,
+        position=position,
+        context_len=contexts[row],
+    )
 
 
 def packed_index(query_start_loc: jax.Array, *, num_tokens: int, tile: int) -> jax.Array:
