@@ -41,32 +41,36 @@ def forward(
     """
     if mesh is not None:
         check_mesh(config, mesh)
+    flat = mesh is None  # under a mesh, weights are split over an inner axis
     x = params.embedding[inputs.token_ids]
     cos, sin = rope_angles(inputs.positions, config.rope, config.head_size, x.dtype)
     keys, values = [], []
     for layer, k_pool, v_pool in zip(params.layers, cache.keys, cache.values, strict=True):
         h = rms_norm(x, layer.attention_norm, config.rms_norm_eps)
-        q, k, v = _qkv(h, layer, config, cos, sin)
+        q, k, v = _qkv(h, layer, config, cos, sin, flat)
         attended, k_pool, v_pool = attend(q, k, v, k_pool, v_pool, inputs, mesh, implementation)
-        x = x + _add_bias(project("tnh,dnh->td", attended.reshape(-1, config.num_heads, config.head_size), layer.wo), layer.bo)
-        x = x + _mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer)
+        attended = attended.reshape(-1, config.num_heads, config.head_size)
+        x = x + _add_bias(project(attended, layer.wo, 1, flat=flat), layer.bo)
+        x = x + _mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, flat)
         keys.append(k_pool)
         values.append(v_pool)
     x = rms_norm(x[inputs.logit_ids], params.final_norm, config.rms_norm_eps)
     head = params.embedding if params.lm_head is None else params.lm_head
-    return project("rd,vd->rv", x, head, out_dtype=jnp.dtype(jnp.float32)), KVCache(tuple(keys), tuple(values))
+    return project(x, head, 1, flat=flat, out_dtype=jnp.dtype(jnp.float32)), KVCache(tuple(keys), tuple(values))
 
 
-def _qkv(h: jax.Array, layer: LayerParams, config: ModelConfig, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _qkv(
+    h: jax.Array, layer: LayerParams, config: ModelConfig, cos: jax.Array, sin: jax.Array, flat: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     group = config.group_size
-    qkv = _add_bias(project("td,kghd->tkgh", h, layer.wqkv), layer.bqkv)
+    qkv = _add_bias(project(h, layer.wqkv, 3, flat=flat), layer.bqkv)
     turned = apply_rope(qkv[:, :, : group + 1], cos, sin)  # queries and the key; the value is not turned
     return turned[:, :, :group], turned[:, :, group], qkv[:, :, group + 1]
 
 
-def _mlp(h: jax.Array, layer: LayerParams) -> jax.Array:
-    gate_up = _add_bias(project("td,cfd->tcf", h, layer.w_gate_up), layer.b_gate_up)
-    return _add_bias(project("tf,df->td", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer.w_down), layer.b_down)
+def _mlp(h: jax.Array, layer: LayerParams, flat: bool) -> jax.Array:
+    gate_up = _add_bias(project(h, layer.w_gate_up, 2, flat=flat), layer.b_gate_up)
+    return _add_bias(project(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], layer.w_down, 1, flat=flat), layer.b_down)
 
 
 def _add_bias(x: jax.Array, bias: jax.Array | None) -> jax.Array:

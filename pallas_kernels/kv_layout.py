@@ -85,6 +85,8 @@ def gather_blocks(pool: jax.Array, block_tables: jax.Array) -> jax.Array:
 
     Cells past a row's context hold whatever the pool holds there: mask them (also the values: 0 * NaN is NaN).
     """
-    _, heads, block_size, head_size = pool.shape
+    blocks, heads, block_size, head_size = pool.shape
     rows, width = block_tables.shape
-    return jnp.moveaxis(pool[block_tables], 2, 1).reshape(rows, heads, width * block_size, head_size)
+    # One gather in the final order: gathering whole blocks and moving the head axis costs a second pass over all of it.
+    cells = block_tables[:, None, :] * heads + jnp.arange(heads, dtype=block_tables.dtype)[None, :, None]
+    return pool.reshape(blocks * heads, block_size, head_size)[cells].reshape(rows, heads, width * block_size, head_size)

@@ -57,5 +57,14 @@ def test_round_to_survives_a_fusion(dtype, value):
 def test_project_accumulates_in_float32():
     # 4096 ones in bf16 would stall at 256 if the sum were kept in bf16.
     x, w = jnp.ones((1, 4096), jnp.bfloat16), jnp.ones((1, 4096), jnp.bfloat16)
-    assert float(project("td,vd->tv", x, w)[0, 0]) == 4096
-    chex.assert_type(project("td,vd->tv", x, w, jnp.dtype(jnp.float32)), jnp.float32)
+    assert float(project(x, w, 1, flat=True)[0, 0]) == 4096
+    chex.assert_type(project(x, w, 1, flat=True, out_dtype=jnp.dtype(jnp.float32)), jnp.float32)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_project_over_several_axes(flat):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(5, 2, 3)).astype(np.float32), rng.normal(size=(4, 6, 2, 3)).astype(np.float32)
+    got = project(jnp.asarray(x), jnp.asarray(w), 2, flat=flat)
+    chex.assert_shape(got, (5, 4, 6))
+    np.testing.assert_allclose(got, np.einsum("tab,ghab->tgh", x, w), rtol=1e-5, atol=1e-6)

@@ -1,6 +1,7 @@
 """Nothing copied: the compiled step writes the cache in place, and what it needs beside it does not grow with the pool."""
 
 import functools
+import re
 
 import chex
 import jax
@@ -42,6 +43,15 @@ def test_the_whole_cache_is_aliased_and_nothing_grows_with_it(which):
     assert small.memory_analysis().alias_size_in_bytes >= bytes_of(args[1])
     assert large.memory_analysis().alias_size_in_bytes >= bytes_of(make_cache(TINY, 32 * ROWS * WIDTH))
     assert large.memory_analysis().temp_size_in_bytes == small.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_no_weight_is_copied_or_transposed(which):
+    """A weight is a large part of what a step reads; bringing it into another layout first would double that."""
+    run, (params, *_) = compiled(which, 20)
+    moved = re.findall(r"= f32\[([\d,]+)\]\{[\d,]*\} (?:copy|transpose)\(", run.as_text())
+    shapes = {tuple(sorted(map(int, shape.split(",")))) for shape in moved}  # in any order of axes
+    assert not shapes & {tuple(sorted(leaf.shape)) for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
 
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
