@@ -19,12 +19,13 @@ Progress = Callable[[str, int, int], None]
 
 
 @contextlib.contextmanager
-def progress_bars(unit: str, *, scale: bool = False) -> Iterator[Progress]:
-    """One bar on stderr for each message of a ``progress(message, done, total)``; one line each where stderr is no terminal.
+def progress_bars(unit: str, *, scale: bool = False, lines: bool = True) -> Iterator[Progress]:
+    """One bar on stderr for each message of a ``progress(message, done, total)``.
 
     Args:
       unit: of the counts.
       scale: write counts as k, M, G.
+      lines: where stderr is no terminal, write one line for each message; without, write nothing there.
     """
     from tqdm import tqdm
 
@@ -39,7 +40,7 @@ def progress_bars(unit: str, *, scale: bool = False) -> Iterator[Progress]:
                 bar.close()
             if sys.stderr.isatty():
                 bar = tqdm(total=total, desc=message, unit=unit, unit_scale=scale, unit_divisor=1000)
-            else:
+            elif lines:
                 click.echo(f"{message} ...", err=True)
         if bar is not None:
             bar.update(done - bar.n)
@@ -66,7 +67,8 @@ def load(model: str | None, *, dtype: str, max_model_len: int | None, seed: int 
     path = resolve_model(model)
     from pagedjax.llm import LLM
 
-    with progress_bars("tensor") as progress:
+    # Seconds only: a script that reads stderr gets the errors and nothing else.
+    with progress_bars("tensor", lines=False) as progress:
         return LLM(
             path,
             dtype=dtype,
