@@ -45,7 +45,7 @@ def run(
     """See ``pallas_kernels.paged_attention``; ``config`` overrides the tuned settings."""
     rows, heads, head_size = q.shape
     pool, options, device = problem.pool, problem.options, current_device()
-    config = shrink(config or tile_config(problem, device, "jax_triton"), most_tokens(problem))
+    config = shrink(config or tile_config(problem, device, "pallas_triton"), most_tokens(problem))
     splits = most_splits(most_tokens(problem), config)
     whole = [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads), jnp.float32)]
     parts = [jax.ShapeDtypeStruct((rows, heads, splits, head_size), jnp.float32), jax.ShapeDtypeStruct((rows, heads, splits), jnp.float32)]

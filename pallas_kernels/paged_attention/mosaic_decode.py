@@ -27,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.paged_attention import mosaic_ptx as ptx
 from pallas_kernels.paged_attention.mosaic_consumer import Consumer
 from pallas_kernels.paged_attention.mosaic_producer import Producer
-from pallas_kernels.paged_attention.mosaic_thread import SWIZZLE, Shape
+from pallas_kernels.paged_attention.mosaic_shape import Shape
+from pallas_kernels.paged_attention.mosaic_thread import SWIZZLE
 
 
 def call(shape: Shape, q: jax.Array, k_pool: jax.Array, v_pool: jax.Array, tables: jax.Array, lens: jax.Array) -> tuple[jax.Array, ...]:

@@ -3,78 +3,101 @@
 Here: what the kernel serves, which settings it gets and the call. The kernel is in ``mosaic_decode.py``, the instructions
 that Pallas does not expose are in ``mosaic_ptx.py``. Both are imported when they are needed: they want a new jax.
 
-A row's result is the same bits for every batch that the row is in: the settings that numbers depend on (``tile`` and
-``chains``) follow from the head size alone.
+A row's result is the same bits for every batch that the row is in: the settings that numbers depend on (``Tiling``) follow
+from the head size alone.
 """
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
-from pallas_kernels._dispatch import Device
+from pallas_kernels import tuning
+from pallas_kernels._dispatch import Device, current_device
 from pallas_kernels.paged_attention import DecodeProblem
+from pallas_kernels.paged_attention.mosaic_shape import Shape
 
 MAX_GROUP = 16
 MAX_HEAD = 256
 _OLDEST_JAX = (0, 11, 2)
-_SHARED_MEMORY = 227 << 10  # of one multiprocessor, in bytes, for one CTA
 _NUM_SMS = 132
+_SHARED_MEMORY = 228 << 10  # of one multiprocessor, in bytes
+_RESERVED = 1 << 10  # of it, for each CTA
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Settings of the kernel; static.
+class Tiling:
+    """What a row's numbers depend on; static. One for each head size, so that a row's bits do not depend on its batch.
 
     Attributes:
-        tile: tokens per loop step, a multiple of 64. Numbers depend on it.
-        chains: parts of a row that are summed apart. Numbers depend on it.
-        splits: CTAs that share a row and KV head, a divisor of ``chains``.
-        stages: tiles of K and of V in shared memory.
+        tile: tokens per loop step, a multiple of 64.
+        chains: parts of a row that are summed apart.
     """
 
     tile: int
     chains: int
-    splits: int
-    stages: int
 
     def __post_init__(self) -> None:
         if self.tile < 64 or self.tile > 256 or self.tile & (self.tile - 1):
             raise ValueError(f"tile must be 64, 128 or 256, got {self.tile}")
         if not 1 <= self.chains <= 16:
             raise ValueError(f"chains must be 1 to 16, got {self.chains}")
-        if self.splits < 1 or self.chains % self.splits:
-            raise ValueError(f"splits must divide chains, got splits {self.splits} and chains {self.chains}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Tiling):
+    """All settings of the kernel; static.
+
+    Attributes:
+        splits: CTAs that share a row and KV head, a divisor of ``chains``; at most 8, a cluster's portable size.
+        stages: tiles of K and of V in shared memory.
+    """
+
+    splits: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.splits <= 8 or self.chains % self.splits:
+            raise ValueError(f"splits must be 1 to 8 and divide chains, got splits {self.splits} and chains {self.chains}")
         if not 2 <= self.stages <= 8:
             raise ValueError(f"stages must be 2 to 8, got {self.stages}")
 
+    def shared_memory(self, group: int, head_size: int) -> int:
+        """Bytes of shared memory that a CTA takes."""
+        settings: dict[str, Any] = dataclasses.asdict(self)
+        sizes = {"B": 1, "N": group, "P": 1, "K": 1, "Z": 8, "H": head_size, "M": 1}
+        return Shape(**settings, **sizes, scale=1.0, sliding_window=None, soft_cap=None, return_lse=False).shared_memory
 
-def shared_memory(config: Config, group: int, head_size: int) -> int:
-    """Bytes of shared memory that a CTA takes, with what alignment costs at most."""
-    columns = -(-group // 8) * 8
-    pools = 2 * config.stages * config.tile * head_size * 2
-    words = config.chains * (head_size // config.splits + 1) * columns + 8 * columns + 2 * (3 * config.stages + 1)
-    return pools + columns * (head_size + config.tile) * 2 + 4 * words + 5 * 1024
+    def fits(self, group: int, head_size: int, ctas: int = 1) -> bool:
+        """Whether so many CTAs fit into the shared memory of one multiprocessor."""
+        return ctas * (self.shared_memory(group, head_size) + _RESERVED) <= _SHARED_MEMORY
 
 
-def config_for(num_rows: int, num_kv_heads: int, head_size: int, group: int) -> Config:
+def tiling_for(head_size: int, device: Device) -> Tiling:
+    """The tuned tiling for this device and head size, else what is best on an H200."""
+    tuned = tuning.lookup(device.kind, "paged_attention", "mosaic_gpu", head_size=head_size, itemsize=2)
+    if tuned is not None:
+        return Tiling(**tuned)
+    return Tiling(128, 8) if head_size <= 64 else Tiling(64, 8)
+
+
+def config_for(num_rows: int, num_kv_heads: int, head_size: int, group: int, tiling: Tiling) -> Config:
     """Settings for a batch of ``num_rows`` (B), measured on an H200 at G = 4 and Z = 16; see the README of pallas_kernels.
 
-    ``tile`` and ``chains`` depend on the head size alone, so that a row's bits do not depend on the batch. A few CTAs for each
-    (row, KV head) as long as that does not make more than one for each multiprocessor; from there on one, and two CTAs
-    to a multiprocessor.
+    A few CTAs for each (row, KV head) as long as that does not make more than one for each multiprocessor; from there on
+    one, and two CTAs to a multiprocessor.
     """
-    tile, chains = (128, 8) if head_size <= 64 else (64, 8)
     items = num_rows * num_kv_heads
-    splits = chains
-    while splits > 1 and items * splits > _NUM_SMS:
-        splits //= 2
+    splits = max(n for n in (1, 2, 4, 8) if tiling.chains % n == 0 and (n == 1 or items * n <= _NUM_SMS))
+    ctas = 2 if items * splits > _NUM_SMS else 1
     for stages in (6, 5, 4, 3, 2) if splits > 1 else (3, 2):
-        config = Config(tile, chains, splits, stages)
-        if shared_memory(config, group, head_size) <= _SHARED_MEMORY // (1 if splits > 1 else 2):
+        config = Config(tiling.tile, tiling.chains, splits, stages)
+        if config.fits(group, head_size, ctas):
             return config
-    while shared_memory(config, group, head_size) > _SHARED_MEMORY:
-        config = dataclasses.replace(config, splits=config.splits * 2)
+    while not config.fits(group, head_size) and tiling.chains % (2 * config.splits) == 0:
+        config = dataclasses.replace(config, splits=2 * config.splits)
     return config
 
 
@@ -117,10 +140,13 @@ def run(
     context_lens: jax.Array,
     *,
     interpret: bool = False,
-    config: Config | None = None,
+    config: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Run a problem that ``why_not`` lets pass: output ``[B, N, H]`` and, if asked for, log-sum-exp ``float32[B, N]``."""
-    options = problem.options
+    """See ``pallas_kernels.paged_attention``; ``config`` (a ``Config``, or a ``Tiling`` for the rest to follow) overrides."""
+    options, pool = problem.options, problem.pool
+    tiling = config or tiling_for(pool.head_size, current_device())
+    if not isinstance(tiling, Config):
+        tiling = config_for(problem.num_rows, pool.num_kv_heads, pool.head_size, problem.group, tiling)
     out, *lse = paged_attention(
         q,
         k_pool,
@@ -131,7 +157,7 @@ def run(
         sliding_window=options.sliding_window,
         soft_cap=options.soft_cap,
         return_lse=options.return_lse,
-        config=config,
+        config=tiling,
     )
     return out, lse[0] if lse else None
 
@@ -145,11 +171,11 @@ def paged_attention(
     block_tables: jax.Array,
     context_lens: jax.Array,
     *,
+    config: Config,
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     return_lse: bool = False,
-    config: Config | None = None,
 ) -> tuple[jax.Array, ...]:
     """The kernel, for arguments that ``pallas_kernels.paged_attention`` has validated and ``supports`` lets pass.
 
@@ -159,11 +185,11 @@ def paged_attention(
         v_pool: ``[P, K, Z, H]``.
         block_tables: ``int32[B, M]``; entries behind a row's context are not used.
         context_lens: ``int32[B]``.
+        config: settings.
         scale: factor on the logits.
         sliding_window: attend to the last so many tokens only.
         soft_cap: bound of the logits.
         return_lse: return the log-sum-exp too.
-        config: settings; ``config_for``'s by default.
 
     Returns:
         ``(out [B, N, H],)`` or ``(out, lse float32[B, N])``.
@@ -171,18 +197,16 @@ def paged_attention(
     Raises:
         ValueError: ``config`` needs more shared memory than there is.
     """
-    # Only here: they need a jax that has Mosaic GPU.
+    # Only here: it needs a jax that has Mosaic GPU.
     from pallas_kernels.paged_attention import mosaic_decode
-    from pallas_kernels.paged_attention.mosaic_thread import Shape
 
     rows, heads, head_size = q.shape
     blocks, kv_heads, block_size, _ = k_pool.shape
     group = heads // kv_heads
-    config = config or config_for(rows, kv_heads, head_size, group)
-    need = shared_memory(config, group, head_size)
-    if need > _SHARED_MEMORY:
+    if not config.fits(group, head_size):
         raise ValueError(
-            f"{config} needs {need} bytes of shared memory for head size {head_size} and group {group}; there are {_SHARED_MEMORY}"
+            f"{config} needs {config.shared_memory(group, head_size)} bytes of shared memory for head size {head_size} and group "
+            f"{group}; a CTA has {_SHARED_MEMORY - _RESERVED}"
         )
     shape = Shape(
         B=rows,

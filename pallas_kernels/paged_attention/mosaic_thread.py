@@ -1,87 +1,19 @@
-"""One thread of the decode kernel: what was compiled for it, what it knows of itself and its way through the tiles.
+"""One thread of the decode kernel: what it knows of itself, and its way through the tiles.
 
 The producer's and the consumers' programs (``mosaic_producer.py``, ``mosaic_consumer.py``) build on it; the kernel as a
 whole is described in ``mosaic_decode.py``.
 """
 
-import dataclasses
 from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 
 from pallas_kernels.paged_attention import mosaic_ptx as ptx
+from pallas_kernels.paged_attention.mosaic_shape import Shape
 
 SWIZZLE = 128
 THREADS = 128  # of a warpgroup
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static description of one compiled kernel. Letters as everywhere: B, N, P, K, Z, H, M."""
-
-    B: int
-    N: int
-    P: int
-    K: int
-    Z: int
-    H: int
-    M: int
-    tile: int
-    stages: int
-    chains: int
-    splits: int
-    scale: float
-    sliding_window: int | None
-    soft_cap: float | None
-    return_lse: bool
-
-    @property
-    def G(self) -> int:  # noqa: N802  (a shape letter like the fields)
-        """Query heads per KV head."""
-        return self.N // self.K
-
-    @property
-    def columns(self) -> int:
-        """Columns of the accumulators: wgmma's N is a multiple of 8."""
-        return -(-self.G // 8) * 8
-
-    @property
-    def piece(self) -> int:
-        """Tokens that one TMA instruction copies."""
-        return min(self.Z, self.tile)
-
-    @property
-    def share(self) -> int:
-        """How much of H one CTA of a cluster merges and writes."""
-        return self.H // self.splits
-
-    @property
-    def width(self) -> int:
-        """Columns of partial results that are kept: columns travel in pairs."""
-        return -(-self.G // 2) * 2
-
-    # Shared memory that is neither tiled nor swizzled, in float32 words: this CTA's share of the chains' partial results, the
-    # chains' log-sum-exps, two scratch rows for each warp, and the barriers (two words each).
-    @property
-    def lse_at(self) -> int:
-        """First word of the log-sum-exps."""
-        return self.chains * self.share * self.width
-
-    @property
-    def warp_rows_at(self) -> int:
-        """First word of the warps' scratch rows."""
-        return self.lse_at + self.chains * self.width
-
-    @property
-    def barriers_at(self) -> int:
-        """First word of the barriers."""
-        return self.warp_rows_at + 8 * self.columns
-
-    @property
-    def words(self) -> int:
-        """Words of that buffer."""
-        return self.barriers_at + 2 * (3 * self.stages + 1)
 
 
 class Thread:

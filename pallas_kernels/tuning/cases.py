@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import paged_attention, paged_prefill_attention, write_kv
-from pallas_kernels.tuning.shapes import DecodeShape, PrefillShape, WriteShape
+from pallas_kernels.tuning.shapes import DecodeShape, MixedShape, PrefillShape, WriteShape
 
 _DISTINCT_BYTES = 256 << 20  # several times the L2 of any card
 _ERROR_ROWS = 4  # rows that are compared with the reference: a whole batch of long rows would not fit as float32
@@ -71,6 +71,7 @@ class Case:
     bytes_needed: int = 0
     flops: int = 0
     error: Callable[[], float] | None = None
+    apart: tuple["Case", ...] = ()  # the ops of this case by themselves
 
 
 def relative_error(got: jax.Array, want: jax.Array) -> float:
@@ -155,6 +156,34 @@ def prefill_case(shape: PrefillShape, implementation: str, pools: Pools) -> Case
         flops=shape.flops,
         error=error,
     )
+
+
+def mixed_case(shape: MixedShape, implementation: str, pools: Pools) -> Case:
+    """Both ops of a step in one program; ``apart`` are the two by themselves."""
+    apart = decode_case(shape.decode, implementation, pools), prefill_case(shape.prefill, implementation, pools)
+    k_pool, v_pool = pools.get(shape.decode)
+    calls, size = 12, shape.decode
+    shapes = (size.batch, size.num_heads, size.head_size), (shape.prefill.rows * shape.prefill.new, size.num_heads, size.head_size)
+    q, queries = (jax.random.normal(jax.random.key(3), dims, jnp.dtype(size.dtype)) for dims in shapes)
+    starts = jnp.arange(shape.prefill.rows + 1, dtype=jnp.int32) * shape.prefill.new
+    lens = jnp.full((shape.prefill.rows,), shape.prefill.new + shape.prefill.cached, jnp.int32)
+    ids = (
+        tables(k_pool.shape[0], size.batch, size.table_width, calls),
+        tables(k_pool.shape[0], shape.prefill.rows, shape.prefill.table_width, calls),
+    )
+
+    @jax.jit
+    def step(q: jax.Array, queries: jax.Array, table: jax.Array, prefill_table: jax.Array, pools: Any) -> Any:
+        keys, values = pools
+        return (
+            paged_attention(q, keys, values, table, jnp.asarray(size.contexts), implementation=implementation),
+            paged_prefill_attention(queries, keys, values, prefill_table, starts, lens, implementation=implementation),
+        )
+
+    def call(i: int) -> Any:
+        return step(q, queries, ids[0][i % calls], ids[1][i % calls], (k_pool, v_pool))
+
+    return Case(shape.name, implementation, call, calls, apart=apart)
 
 
 def _dense(pool: jax.Array, table: jax.Array, shape: PrefillShape) -> jax.Array:

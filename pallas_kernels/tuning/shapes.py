@@ -101,6 +101,22 @@ class PrefillShape:
         return 4 * pairs * self.num_heads * self.head_size
 
 
+@dataclass(frozen=True)
+class MixedShape:
+    """The attention of one step: decode rows, then prefill rows."""
+
+    decode: DecodeShape
+    prefill: PrefillShape
+
+    @property
+    def name(self) -> str:
+        """Such as ``mixed-h128-64x2048-and-1x2048+0``."""
+        decode, prefill = (shape.name.split("-", 2)[2] for shape in (self.decode, self.prefill))
+        return f"mixed-h{self.decode.head_size}-{decode}-and-{prefill}"
+
+
+Shape = DecodeShape | WriteShape | PrefillShape | MixedShape
+
 DECODE = (
     *(DecodeShape(batch, context, 64) for batch in (1, 8, 32, 128) for context in (512, 2048, 8192)),
     *(DecodeShape(batch, context, 128) for batch in (1, 8, 32, 128) for context in (512, 2048, 8192)),
@@ -111,11 +127,12 @@ DECODE = (
 BLOCK_SIZES = tuple(DecodeShape(batch, 2048, head, block_size=z) for head in (64, 128) for batch in (8, 128) for z in (8, 16, 32, 64, 128))
 WRITE = (WriteShape(256), WriteShape(8192))
 PREFILL = (PrefillShape(1, 8192, 0), PrefillShape(64, 128, 1024))
+MIXED = (MixedShape(DecodeShape(64, 2048, 128), PrefillShape(1, 2048, 0)),)
 # Small enough for a CPU: what the bench's own test runs.
 SMALL = (DecodeShape(2, 40, 16, num_heads=4, num_kv_heads=2, block_size=8, dtype="float32"),)
 
 
-def named(pattern: str) -> tuple[DecodeShape | WriteShape | PrefillShape, ...]:
+def named(pattern: str) -> tuple[Shape, ...]:
     """Every shape of the table whose name contains ``pattern``."""
-    shapes: tuple[DecodeShape | WriteShape | PrefillShape, ...] = (*DECODE, *BLOCK_SIZES, *WRITE, *PREFILL, *SMALL)
+    shapes: tuple[Shape, ...] = (*DECODE, *BLOCK_SIZES, *WRITE, *PREFILL, *MIXED, *SMALL)
     return tuple(dict.fromkeys(shape for shape in shapes if pattern in shape.name))

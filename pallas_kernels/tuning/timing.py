@@ -21,20 +21,27 @@ from jax.profiler import ProfileData, ProfileOptions
 
 _MARKER = "pallas_kernels_marker"
 _COMPILERS = 12  # threads that compile at a time
+_Event = tuple[float, float, str]  # start and duration in microseconds, name
 
 
 @dataclass(frozen=True)
 class Timing:
     """Times of the repeated calls of one cell, in microseconds."""
 
-    calls_us: tuple[float, ...]
+    calls_us: tuple[float, ...]  # the sum over a call's kernels
     clock: str  # "device" or "host"
     kernels: tuple[str, ...] = ()  # names of one call's kernels
+    spans_us: tuple[float, ...] = ()  # from the start of a call's first kernel to the end of its last
 
     @property
     def us(self) -> float:
         """The median."""
         return statistics.median(self.calls_us)
+
+    @property
+    def span_us(self) -> float:
+        """The median of the spans; the host's clock knows no other time than a span."""
+        return statistics.median(self.spans_us or self.calls_us)
 
 
 def measure(cells: Sequence[Callable[[int], object]], calls: Sequence[int]) -> list[Timing]:
@@ -59,26 +66,28 @@ def measure(cells: Sequence[Callable[[int], object]], calls: Sequence[int]) -> l
                 jax.block_until_ready(result)
                 jax.block_until_ready(mark())
         events = _device_events(Path(folder))
-    groups: list[list[tuple[float, str]]] = [[]]
-    for _, duration, name in events:
-        if _MARKER in name:
+    groups: list[list[_Event]] = [[]]
+    for event in events:
+        if _MARKER in event[2]:
             groups.append([])
         else:
-            groups[-1].append((duration, name))
+            groups[-1].append(event)
     sizes = [len(group) for group in groups]
     if len(groups) != len(cells) + 1 or any(not size or size % count for size, count in zip(sizes, calls, strict=False)):
         raise RuntimeError(f"the profile does not split into {len(cells)} cells of {list(calls)} calls: it has {sizes} kernels")
     return [_per_call(group, count) for group, count in zip(groups[:-1], calls, strict=True)]
 
 
-def _per_call(events: list[tuple[float, str]], calls: int) -> Timing:
+def _per_call(events: list[_Event], calls: int) -> Timing:
     size = len(events) // calls
-    times = tuple(sum(duration for duration, _ in events[i * size : (i + 1) * size]) for i in range(calls))
-    return Timing(times, "device", tuple(name for _, name in events[:size]))
+    groups = [events[i * size : (i + 1) * size] for i in range(calls)]
+    times = tuple(sum(duration for _, duration, _ in group) for group in groups)
+    spans = tuple(max(start + duration for start, duration, _ in group) - group[0][0] for group in groups)
+    return Timing(times, "device", tuple(name for _, _, name in events[:size]), spans)
 
 
-def _device_events(folder: Path) -> list[tuple[int, float, str]]:
-    """Start in ns, duration in microseconds and name of everything that ran on the GPU's streams, in order."""
+def _device_events(folder: Path) -> list[_Event]:
+    """Everything that ran on the GPU's streams, in order."""
     events = []
     for file in folder.rglob("*.xplane.pb"):
         for plane in ProfileData.from_file(str(file)).planes:
@@ -86,7 +95,7 @@ def _device_events(folder: Path) -> list[tuple[int, float, str]]:
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):
-                    events += [(int(e.start_ns), e.duration_ns / 1e3, e.name) for e in line.events]
+                    events += [(e.start_ns / 1e3, e.duration_ns / 1e3, e.name) for e in line.events]
     return sorted(events)
 
 

@@ -1,10 +1,10 @@
-"""Find the fastest settings of the Triton decode kernels on this device and write them as its table (``h200.json``)."""
+"""Find the fastest settings of the decode kernels on this device and write them as its table (``h200.json``)."""
 
 import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 
 from pallas_kernels import tuning
 from pallas_kernels.paged_attention import OP, describe
+from pallas_kernels.paged_attention.mosaic_gpu import Tiling
 from pallas_kernels.paged_attention.split import TileConfig, next_power_of_two
 from pallas_kernels.tuning.cases import Pools, decode_case
 from pallas_kernels.tuning.shapes import DecodeShape
@@ -21,17 +22,30 @@ from pallas_kernels.tuning.timing import measure
 # say, whatever its time.
 SHAPES = ((1, 8192), (8, 512), (8, 2048), (32, 2048), (128, 2048))
 _SHARED_MEMORY = 220 << 10
+Settings = TileConfig | Tiling
 
 
-def candidates(head_size: int, itemsize: int) -> Iterator[TileConfig]:
-    """Settings worth trying for one head size: those whose loads in flight fit into shared memory."""
-    tiles = ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
-    for (tile, stages), (direct, chunk) in itertools.product(tiles, ((512, 256), (512, 512), (1024, 512), (1024, 1024))):
-        if 2 * stages * tile * head_size * itemsize <= _SHARED_MEMORY:
-            yield TileConfig(tile=tile, num_stages=stages, direct=direct, chunk=chunk)
+def candidates(implementation: str, head_size: int, itemsize: int) -> tuple[list[Settings], Callable[[Settings], list[Settings]]]:
+    """Settings worth a first race, and those to race again around the winner: two choices that hardly interact."""
+    if implementation == "mosaic_gpu":  # what a single CTA can hold: two stages and all partial results
+        tilings = [Tiling(tile, chains) for tile in (64, 128, 256) for chains in (4, 8, 16) if tile * head_size <= 128 * 128]
+        return list(tilings), lambda winner: []
+    default = TileConfig()
+    tiles = [
+        TileConfig(tile=tile, num_stages=stages)
+        for tile, stages in ((32, 4), (64, 2), (64, 3), (64, 4), (128, 2), (128, 3))
+        if 2 * stages * tile * head_size * itemsize <= _SHARED_MEMORY
+    ]
+    rules = ((512, 256), (1024, 512), (1024, 1024), (2048, 2048))
+
+    def around(winner: Settings) -> list[Settings]:
+        assert isinstance(winner, TileConfig)
+        return [dataclasses.replace(winner, direct=direct, chunk=chunk) for direct, chunk in ((default.direct, default.chunk), *rules)]
+
+    return list(tiles), around
 
 
-def with_settings(implementation: str, config: TileConfig) -> Callable[..., jax.Array]:
+def with_settings(implementation: str, config: Settings) -> Callable[..., jax.Array]:
     """``paged_attention`` by one implementation with these settings."""
 
     def attend(*arrays: jax.Array) -> jax.Array:
@@ -42,22 +56,15 @@ def with_settings(implementation: str, config: TileConfig) -> Callable[..., jax.
     return attend
 
 
-def best_settings(head_size: int, implementation: str, pools: Pools, log: Callable[[str], None]) -> tuple[TileConfig, float]:
-    """The settings with the least geometric mean of times over ``SHAPES``, and that mean in microseconds.
-
-    Tiles and stages are chosen first with the default split rule, then the rule for them: the two hardly interact.
-    """
-    itemsize = 2
-    options = list(candidates(next_power_of_two(head_size), itemsize))
-    default = TileConfig()
-    first = [c for c in options if (c.direct, c.chunk) == (default.direct, default.chunk)]
-    winner, _ = _race(first, head_size, implementation, pools, log)
-    return _race([c for c in options if (c.tile, c.num_stages) == (winner.tile, winner.num_stages)], head_size, implementation, pools, log)
+def best_settings(head_size: int, implementation: str, pools: Pools, log: Callable[[str], None]) -> tuple[Settings, float]:
+    """The settings with the least geometric mean of times over ``SHAPES``, and that mean in microseconds."""
+    first, around = candidates(implementation, next_power_of_two(head_size), itemsize=2)
+    best = _race(first, head_size, implementation, pools, log)
+    second = around(best[0])
+    return _race(second, head_size, implementation, pools, log) if second else best
 
 
-def _race(
-    configs: list[TileConfig], head_size: int, implementation: str, pools: Pools, log: Callable[[str], None]
-) -> tuple[TileConfig, float]:
+def _race(configs: list[Settings], head_size: int, implementation: str, pools: Pools, log: Callable[[str], None]) -> tuple[Settings, float]:
     shapes = [DecodeShape(batch, context, head_size) for batch, context in SHAPES]
     cases = [decode_case(shape, implementation, pools, with_settings(implementation, config)) for shape in shapes for config in configs]
     timings = measure([case.call for case in cases], [min(24, case.calls) for case in cases])
@@ -70,7 +77,7 @@ def _race(
     return configs[best], math.exp(logs[best])
 
 
-def _brief(config: TileConfig) -> str:
+def _brief(config: Settings) -> str:
     return " ".join(f"{name}={value}" for name, value in dataclasses.asdict(config).items())
 
 

@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import paged_attention
 from pallas_kernels._dispatch import H200, Device
 from pallas_kernels.paged_attention import OP, describe, mosaic_gpu
-from pallas_kernels.paged_attention.mosaic_gpu import Config, config_for, shared_memory
+from pallas_kernels.paged_attention.mosaic_gpu import Config, Tiling, config_for, tiling_for
 from tests.kernels.h200 import compile_for_h200, needs_compiler
 from tests.kernels.oracle import make_case, relative_error
 
@@ -80,7 +80,8 @@ def test_is_the_choice_on_hopper_and_hands_over_to_triton():
     [
         ({"tile": 96}, "tile must be 64, 128 or 256, got 96"),
         ({"chains": 17}, "chains must be 1 to 16, got 17"),
-        ({"splits": 3}, "splits must divide chains, got splits 3 and chains 8"),
+        ({"splits": 3}, "splits must be 1 to 8 and divide chains, got splits 3 and chains 8"),
+        ({"splits": 16, "chains": 16}, "splits must be 1 to 8 and divide chains, got splits 16 and chains 16"),
         ({"stages": 1}, "stages must be 2 to 8, got 1"),
     ],
 )
@@ -91,21 +92,23 @@ def test_settings_are_checked(change, message):
 
 def test_settings_that_do_not_fit_are_refused():
     config = Config(tile=256, chains=8, splits=1, stages=4)
-    with pytest.raises(ValueError, match="bytes of shared memory for head size 128 and group 4; there are 232448"):
+    with pytest.raises(ValueError, match="needs 547840 bytes of shared memory for head size 128 and group 4; a CTA has 232448"):
         mosaic_gpu.paged_attention(*shapes(head_size=128), scale=1.0, config=config)
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 192, 256])
 def test_the_settings_that_numbers_depend_on_do_not_depend_on_the_batch(head_size):
-    configs = [config_for(rows, kv_heads, head_size, 4) for rows, kv_heads in itertools.product((1, 2, 7, 64, 512), (1, 8))]
-    assert len({(c.tile, c.chains) for c in configs}) == 1
+    tiling = tiling_for(head_size, H200)
+    configs = [config_for(rows, kv_heads, head_size, 4, tiling) for rows, kv_heads in itertools.product((1, 2, 7, 64, 512), (1, 8))]
+    assert {Tiling(c.tile, c.chains) for c in configs} == {tiling}
     assert configs[0].splits == configs[0].chains, "one row gets as much of the chip as there is"
-    assert all(config_for(512, 8, head_size, g).splits <= 2 for g in (1, 4, 16))
+    assert all(config_for(512, 8, head_size, g, tiling).splits <= 2 for g in (1, 4, 16))
 
 
 def test_the_settings_fit_into_shared_memory():
     for rows, head_size, group in itertools.product((1, 8, 64), (64, 128, 192, 256), range(1, 17)):
-        assert shared_memory(config_for(rows, 8, head_size, group), group, head_size) <= 227 << 10
+        for device in (H200, Device("gpu", (9, 0), "an untuned Hopper")):
+            assert config_for(rows, 8, head_size, group, tiling_for(head_size, device)).fits(group, head_size)
 
 
 # ---- compiled, on any machine -----------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ def test_equals_the_oracle_with_nan_in_every_unowned_cell(splits, group, kv_head
     contexts = edges(block_size, width)
     case = make_case(contexts, heads=group * kv_heads, kv_heads=kv_heads, head_size=head_size, block_size=block_size, width=width)
     config = dataclasses.replace(CONFIGS[splits], stages=2)
-    if shared_memory(config, group, head_size) > 227 << 10:
+    if not config.fits(group, head_size):
         pytest.skip("one CTA cannot hold all partial results of 16 columns of head size 192")
     check(case, run(case, config=config, **options), **options)
 

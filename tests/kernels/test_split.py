@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import tuning
 from pallas_kernels._dispatch import H200, Device
 from pallas_kernels.paged_attention import describe
+from pallas_kernels.paged_attention.mosaic_gpu import Tiling, tiling_for
 from pallas_kernels.paged_attention.split import TileConfig, most_splits, most_tokens, num_splits, shrink, tile_config, tokens_per_split
 
 
@@ -66,12 +67,21 @@ def test_tuned_settings_come_from_the_devices_table(monkeypatch):
     assert tile_config(problem(128, jnp.float32), H200, "pallas_triton").tile == 32  # the heuristic: its dtype was not measured
 
 
+def test_the_tiling_of_the_mosaic_kernel_comes_from_the_devices_table_too(monkeypatch):
+    entry = {"match": {"head_size": 128, "itemsize": 2}, "config": {"tile": 128, "chains": 4}}
+    monkeypatch.setattr(
+        tuning, "load", lambda kind: {"settings": {"paged_attention": {"mosaic_gpu": [entry]}}} if kind == H200.kind else {}
+    )
+    assert tiling_for(128, H200) == Tiling(128, 4)
+    assert tiling_for(128, Device("gpu", (9, 0), "another Hopper")) == Tiling(64, 8)
+
+
 def test_every_table_in_the_package_is_well_formed():
     for file in resources.files(tuning).iterdir():
         if file.name.endswith(".json"):
             table = json.loads(file.read_text())
             assert {"device", "date", "versions", "command", "settings"} <= set(table)
-            for entries in table["settings"]["paged_attention"].values():
+            for implementation, entries in table["settings"]["paged_attention"].items():
                 for entry in entries:
-                    TileConfig(**entry["config"])
+                    (Tiling if implementation == "mosaic_gpu" else TileConfig)(**entry["config"])
     assert tuning.load("no such device") == {}
