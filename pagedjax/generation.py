@@ -155,12 +155,26 @@ class Run:
     """One batch of requests on its way through the device.
 
     `finish` decodes in one dispatch; `stream` in short ones, giving tokens out between them. Use one of the two, once.
+
+    Args:
+      params, config: the model.
+      requests: the batch; all of them together must fit `max_num_blocks`.
+      options: how to run it.
+      max_num_blocks: the most KV blocks that there is memory for; ``None`` for no limit.
     """
 
-    def __init__(self, params: Params, config: ModelConfig, requests: Sequence[Request], options: RunOptions = RunOptions()) -> None:
+    def __init__(
+        self,
+        params: Params,
+        config: ModelConfig,
+        requests: Sequence[Request],
+        options: RunOptions = RunOptions(),
+        *,
+        max_num_blocks: int | None = None,
+    ) -> None:
         self.requests = list(requests)
         self.prefill_s = self.decode_s = 0.0
-        self._params, self._config, self._options = params, config, options
+        self._params, self._config, self._options, self._max_num_blocks = params, config, options, max_num_blocks
         wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         self._num_logprobs = max(wanted) if wanted else None
 
@@ -182,7 +196,9 @@ class Run:
         requests, options, config = self.requests, self._options, self._config
         window = options.resolved_window()
         num_rows = bucket(len(requests))
-        allocator = BlockAllocator(bucket(total_blocks((r.max_len for r in requests), options.block_size)))
+        # A bucket may be almost twice what is needed, and memory must not be asked for that is not there.
+        num_blocks = bucket(total_blocks((r.max_len for r in requests), options.block_size))
+        allocator = BlockAllocator(num_blocks if self._max_num_blocks is None else min(num_blocks, self._max_num_blocks))
         blocks = [self._allocate(allocator, r) for r in requests]
         width = bucket(max(len(ids) for ids in blocks))
         jitted = dict(config=config, mesh=options.mesh, num_logprobs=self._num_logprobs, implementation=options.implementation)

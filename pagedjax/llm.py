@@ -152,7 +152,7 @@ class LLM:
 
     def _stream(self, request: Request) -> Iterator[str]:
         text = self.tokenizer.stream(skip_special_tokens=request.params.skip_special_tokens)
-        for rows in Run(self.params, self.config, [request], self._options).stream():
+        for rows in self._run([request]).stream():
             piece = "".join(text.step(token) for token in rows[0] if token not in request.stop_token_ids)
             if piece:
                 yield piece
@@ -204,11 +204,14 @@ class LLM:
         outputs: list[RequestOutput] = []
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
             for batch in self._batches(requests):
-                run = Run(self.params, self.config, batch, self._options)
+                run = self._run(batch)
                 for request, row in zip(batch, run.finish(), strict=True):
                     outputs.append(self._output(texts[len(outputs)], request, row, run))
                 bar.update(len(batch))
         return outputs
+
+    def _run(self, batch: Sequence[Request]) -> Run:
+        return Run(self.params, self.config, batch, self._options, max_num_blocks=self.num_kv_blocks)
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[list[Request]]:
         """Consecutive requests that fit the cache together."""

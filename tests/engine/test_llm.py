@@ -56,6 +56,18 @@ def test_batches_that_fit_give_the_same(folder, outputs, limits):
     assert [o.outputs[0].token_ids for o in small.generate(TEXTS, GREEDY, use_tqdm=False)] == [o.outputs[0].token_ids for o in outputs]
 
 
+def test_no_more_memory_is_asked_for_than_there_is(folder, monkeypatch):
+    import pagedjax.generation as generation
+
+    asked = []
+    make_cache = generation.make_cache
+    monkeypatch.setattr(generation, "make_cache", lambda config, blocks, *rest: asked.append(blocks) or make_cache(config, blocks, *rest))
+    for room, want in ((6, 6), (100, 8)):
+        asked.clear()
+        LLM(folder, kv_cache_bytes=room * 16 * 128).generate(TEXTS[2], GREEDY, use_tqdm=False)  # 5 blocks, which a bucket makes 8
+        assert asked == [want]
+
+
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(folder):
     small = LLM(folder, kv_cache_bytes=3 * 16 * 128)
     with pytest.raises(RequestError, match="up to 75 tokens needs 5 KV blocks; kv_cache_bytes leaves room for 3"):
