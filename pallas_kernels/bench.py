@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 import numpy as np
 
 from pallas_kernels import support
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _header(command: str) -> dict[str, Any]:
-    versions = {"jax": jax.__version__, "numpy": np.__version__}
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__}
     date = dt.datetime.now(dt.UTC).date().isoformat()
     return {"device": jax.devices()[0].device_kind, "versions": versions, "date": date, "command": command}
 

@@ -9,6 +9,7 @@ from the head size alone.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -83,20 +84,24 @@ def tiling_for(head_size: int, device: Device) -> Tiling:
     return Tiling(128, 8) if head_size <= 64 else Tiling(64, 8)
 
 
+# CTAs for each (row, KV head) that were fastest where there are more of these than multiprocessors, up to so many times more:
+# the aim is that no multiprocessor gets much more to do than others. Beyond, one.
+_SPLITS = ((4 / 3, 4), (1.6, 2), (2.0, 1), (4.0, 2), (math.inf, 1))
+
+
 def config_for(num_rows: int, num_kv_heads: int, head_size: int, group: int, tiling: Tiling) -> Config:
     """Settings for a batch of ``num_rows`` (B), measured on an H200 at G = 4 and Z = 16; see the README of pallas_kernels.
 
-    A few CTAs for each (row, KV head) as long as that does not make more than one for each multiprocessor; from there on
-    one, and two CTAs to a multiprocessor.
+    Few rows get as many CTAs each as do not make more than one for each multiprocessor, many rows what ``_SPLITS`` says. Two
+    stages are enough where a multiprocessor has several CTAs, and more of them fit.
     """
     items = num_rows * num_kv_heads
-    splits = max(n for n in (1, 2, 4, 8) if tiling.chains % n == 0 and (n == 1 or items * n <= _NUM_SMS))
-    ctas = 2 if items * splits > _NUM_SMS else 1
-    for stages in (6, 5, 4, 3, 2) if splits > 1 else (3, 2):
-        config = Config(tiling.tile, tiling.chains, splits, stages)
-        if config.fits(group, head_size, ctas):
-            return config
-    while not config.fits(group, head_size) and tiling.chains % (2 * config.splits) == 0:
+    wanted = _NUM_SMS // items or next(splits for bound, splits in _SPLITS if items <= bound * _NUM_SMS)
+    splits = max(n for n in (1, 2, 4, 8) if tiling.chains % n == 0 and n <= wanted)
+    config = Config(tiling.tile, tiling.chains, splits, 3 if items * splits <= _NUM_SMS else 2)
+    if not config.fits(group, head_size):
+        config = dataclasses.replace(config, stages=2)
+    while not config.fits(group, head_size) and config.splits < 8 and tiling.chains % (2 * config.splits) == 0:
         config = dataclasses.replace(config, splits=2 * config.splits)
     return config
 

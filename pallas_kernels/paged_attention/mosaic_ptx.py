@@ -182,8 +182,8 @@ def cta_barrier() -> None:
 
 
 def cluster_arrive() -> None:
-    """First half of the barrier of all threads of the cluster."""
-    asm("barrier.cluster.arrive.release.aligned;", "", [])
+    """First half of the barrier of all threads of the cluster. Of memory it orders only what ``fence_barrier_init`` did."""
+    asm("barrier.cluster.arrive.relaxed.aligned;", "", [])
 
 
 def cluster_wait() -> None:

@@ -19,8 +19,8 @@ from pallas_kernels.tuning.shapes import DecodeShape
 from pallas_kernels.tuning.timing import measure
 
 # One setting serves every batch and context of a head size, so that a row's bits do not depend on the batch: each shape has a
-# say, whatever its time.
-SHAPES = ((1, 8192), (8, 512), (8, 2048), (32, 2048), (128, 2048))
+# say, whatever its time (context 0: 64 ragged rows).
+SHAPES = ((1, 8192), (2, 2048), (8, 2048), (24, 2048), (32, 2048), (64, 0), (128, 512), (128, 2048))
 _SHARED_MEMORY = 220 << 10
 Settings = TileConfig | Tiling
 
@@ -28,7 +28,7 @@ Settings = TileConfig | Tiling
 def candidates(implementation: str, head_size: int, itemsize: int) -> tuple[list[Settings], Callable[[Settings], list[Settings]]]:
     """Settings worth a first race, and those to race again around the winner: two choices that hardly interact."""
     if implementation == "mosaic_gpu":  # what a single CTA can hold: two stages and all partial results
-        tilings = [Tiling(tile, chains) for tile in (64, 128, 256) for chains in (4, 8, 16) if tile * head_size <= 128 * 128]
+        tilings = [Tiling(tile, chains) for tile in (64, 128, 256) for chains in (4, 8) if tile * head_size <= 128 * 128]
         return list(tilings), lambda winner: []
     default = TileConfig()
     tiles = [

@@ -105,6 +105,15 @@ def test_the_settings_that_numbers_depend_on_do_not_depend_on_the_batch(head_siz
     assert all(config_for(512, 8, head_size, g, tiling).splits <= 2 for g in (1, 4, 16))
 
 
+@pytest.mark.parametrize(
+    ("rows", "splits", "stages"),
+    [(1, 8, 3), (2, 8, 3), (3, 4, 3), (8, 2, 3), (16, 1, 3), (20, 4, 2), (24, 2, 2), (32, 1, 2), (64, 2, 2), (128, 1, 2), (512, 1, 2)],
+)
+def test_rows_share_the_multiprocessors_evenly(rows, splits, stages):
+    for head_size, tiling in ((64, Tiling(128, 8)), (128, Tiling(64, 8))):
+        assert config_for(rows, 8, head_size, 4, tiling) == Config(tiling.tile, tiling.chains, splits, stages)
+
+
 def test_the_settings_fit_into_shared_memory():
     for rows, head_size, group in itertools.product((1, 8, 64), (64, 128, 192, 256), range(1, 17)):
         for device in (H200, Device("gpu", (9, 0), "an untuned Hopper")):
