@@ -8,6 +8,7 @@ are relative, in the 2-norm, against the XLA reference.
 import argparse
 import concurrent.futures
 import datetime as dt
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -19,8 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
-import numpy as np
 
 from pallas_kernels import support
 from pallas_kernels._dispatch import INTERPRET_SUFFIX
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _header(command: str) -> dict[str, Any]:
-    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "numpy": np.__version__}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy")}
     date = dt.datetime.now(dt.UTC).date().isoformat()
     return {"device": jax.devices()[0].device_kind, "versions": versions, "date": date, "command": command}
 

@@ -125,6 +125,7 @@ DECODE = (
     DecodeShape(64, 0, 128),
 )
 BLOCK_SIZES = tuple(DecodeShape(batch, 2048, head, block_size=z) for head in (64, 128) for batch in (8, 128) for z in (8, 16, 32, 64, 128))
+GROUPS = tuple(DecodeShape(32, 2048, 128, num_heads=n, num_kv_heads=k) for n, k in ((8, 8), (24, 8), (64, 8), (32, 2)))
 WRITE = (WriteShape(256), WriteShape(8192))
 PREFILL = (PrefillShape(1, 8192, 0), PrefillShape(64, 128, 1024))
 MIXED = (MixedShape(DecodeShape(64, 2048, 128), PrefillShape(1, 2048, 0)),)
@@ -134,5 +135,5 @@ SMALL = (DecodeShape(2, 40, 16, num_heads=4, num_kv_heads=2, block_size=8, dtype
 
 def named(pattern: str) -> tuple[Shape, ...]:
     """Every shape of the table whose name contains ``pattern``."""
-    shapes: tuple[Shape, ...] = (*DECODE, *BLOCK_SIZES, *WRITE, *PREFILL, *MIXED, *SMALL)
+    shapes: tuple[Shape, ...] = (*DECODE, *BLOCK_SIZES, *GROUPS, *WRITE, *PREFILL, *MIXED, *SMALL)
     return tuple(dict.fromkeys(shape for shape in shapes if pattern in shape.name))
