@@ -48,7 +48,7 @@ def default_config(problem: PrefillProblem) -> TileConfig:
     """The tile sizes for these static sizes.
 
     Not a function of the number of tokens or rows, which would let a row's bits depend on its batch. Short rows leave most
-    of a wide tile idle, but read the same keys through a narrow one, and reading is what they wait for.
+    of a wide tile idle; a narrow one would read the same keys.
     """
     least = 1 << (problem.group - 1).bit_length()
     if problem.pool.dtype == "float32":  # true float32 products run on the plain cores, from registers

@@ -64,6 +64,10 @@ def test_equals_the_oracle_with_nan_wherever_nobody_looks(implementation, head_s
     check(case, implementation, **options)
 
 
+def test_the_reference_claims_float32_and_not_tf32():
+    check(make_case(**REAL, head_size=64, block_size=16), "reference")
+
+
 @implementations
 @pytest.mark.parametrize(("block_size", "group"), [(8, 1), (16, 2), (32, 1), (64, 2), (128, 1)])
 def test_edges_of_blocks_and_tiles(implementation, block_size, group):
