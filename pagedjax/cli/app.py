@@ -19,10 +19,10 @@ from pagedjax.cli.chat import chat
 from pagedjax.cli.demo import demo
 from pagedjax.cli.generate import generate
 from pagedjax.cli.info import info
+from pagedjax.cli.interrupts import EXIT_INTERRUPTED, leave
 from pagedjax.errors import PagedjaxError
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells report
 EXIT_CLOSED_PIPE = 141  # 128 + SIGPIPE
 
 
@@ -79,4 +79,7 @@ def main() -> NoReturn:
     """Entry point of the ``pagedjax`` command."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to die
-    sys.exit(run(sys.argv[1:]))
+    exit_code = run(sys.argv[1:])
+    if exit_code == EXIT_INTERRUPTED:
+        leave(exit_code)  # JAX, interrupted, may crash in the interpreter's shutdown
+    sys.exit(exit_code)

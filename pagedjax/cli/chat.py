@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.loading import load
+from pagedjax.cli.interrupts import Interrupts, leaving_on_interrupt
+from pagedjax.cli.loading import load, resolve_model
 from pagedjax.cli.options import model_options, sampling_options, sampling_params
 from pagedjax.errors import PagedjaxError, RequestError
 
@@ -34,7 +32,9 @@ def chat(model: str | None, dtype: str, max_model_len: int | None, system: str |
     Answers are streamed and the conversation is kept. Ctrl-C stops an answer, /reset starts over, /exit or Ctrl-D leaves.
     """
     params = sampling_params(seed=seed, **sampling)
-    llm = load(model, dtype=dtype, max_model_len=max_model_len, seed=seed)
+    path = resolve_model(model)
+    with leaving_on_interrupt():
+        llm = load(path, dtype=dtype, max_model_len=max_model_len, seed=seed)
     if llm.tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; `pagedjax generate` continues a text")
     interactive = sys.stdin.isatty()
@@ -49,6 +49,7 @@ class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
         self._llm, self._params = llm, params
         self._start = [] if system is None else [{"role": "system", "content": system}]
+        self.interrupts = Interrupts()
         self.messages = list(self._start)
 
     def run(self, interactive: bool) -> None:
@@ -56,26 +57,28 @@ class Conversation:
         if interactive:
             with contextlib.suppress(ImportError):
                 import readline  # noqa: F401  (importing it gives input() line editing and history)
-        while (line := self._read(interactive)) is not None:
-            match line.strip():
-                case "":
-                    continue
-                case "/exit" | "/quit":
-                    return
-                case "/reset":
-                    self.messages = list(self._start)
-                    click.echo("[conversation forgotten]")
-                case "/help":
-                    click.echo(HELP)
-                case word if word.startswith("/") and word[1:].isalpha():
-                    click.echo(f"[there is no {word}] {HELP}")
-                case _:
-                    self.answer(line)
+        with self.interrupts.watching():
+            while (line := self._read(interactive)) is not None:
+                match line.strip():
+                    case "":
+                        continue
+                    case "/exit" | "/quit":
+                        return
+                    case "/reset":
+                        self.messages = list(self._start)
+                        click.echo("[conversation forgotten]")
+                    case "/help":
+                        click.echo(HELP)
+                    case word if word.startswith("/") and word[1:].isalpha():
+                        click.echo(f"[there is no {word}] {HELP}")
+                    case _:
+                        self.answer(line)
 
     def _read(self, interactive: bool) -> str | None:
         while True:
             try:
-                return input("> " if interactive else "")
+                with self.interrupts.prompting():
+                    return input("> " if interactive else "")
             except EOFError:
                 if interactive:
                     click.echo()
@@ -95,18 +98,17 @@ class Conversation:
         try:
             with (
                 waiting() as answered,
-                stop_on_interrupt() as interrupted,
+                self.interrupts.answering() as interrupted,
                 contextlib.closing(iter_chat(self._llm, asked, self._params)) as stream,
             ):
                 for piece in stream:
-                    answered()
-                    pieces.append(piece)
-                    click.echo(piece, nl=False)
+                    if piece:  # the empty one only says that a dispatch is over
+                        answered()
+                        pieces.append(piece)
+                        click.echo(piece, nl=False)
                     if interrupted():
                         stopped = True
                         break
-        except KeyboardInterrupt:  # a second Ctrl-C, while the first still waited for a token
-            stopped = True
         except PagedjaxError as error:
             click.echo(f"pagedjax: error: {' '.join(str(error).split())} [your message was dropped; /reset starts over]", err=True)
             return
@@ -140,25 +142,3 @@ def waiting() -> Iterator[Callable[[], None]]:
         yield erase
     finally:
         erase()
-
-
-@contextlib.contextmanager
-def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Inside, the first Ctrl-C only makes the yielded function return true; a second one raises `KeyboardInterrupt`.
-
-    The model is then stopped between two tokens and never in the middle of a dispatch.
-    """
-    pressed = False
-
-    def on_interrupt(signum: int, frame: FrameType | None) -> None:
-        nonlocal pressed
-        if pressed:
-            raise KeyboardInterrupt
-        pressed = True
-        os.write(2, b" [stopping]")  # print() is not re-entrant
-
-    previous = signal.signal(signal.SIGINT, on_interrupt)
-    try:
-        yield lambda: pressed
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pagedjax.cli.loading import load
+from pagedjax.cli.interrupts import leaving_on_interrupt
+from pagedjax.cli.loading import load, resolve_model, working
 from pagedjax.cli.options import model_options, sampling_options, sampling_params
 from pagedjax.errors import RequestError
 
@@ -35,11 +36,15 @@ def generate(
     params = sampling_params(seed=seed, **sampling)
     text = read_prompt(prompt)
     started = time.perf_counter()
-    llm = load(model, dtype=dtype, max_model_len=max_model_len, seed=seed)
-    load_s = time.perf_counter() - started
-    if warm_up:
-        llm.generate([text], params, use_tqdm=False)
-    (output,) = llm.generate([text], params, use_tqdm=False)
+    path = resolve_model(model)
+    with leaving_on_interrupt():
+        llm = load(path, dtype=dtype, max_model_len=max_model_len, seed=seed)
+        load_s = time.perf_counter() - started
+        if warm_up:
+            with working("compiling and warming up", lines=False):
+                llm.generate([text], params, use_tqdm=False)
+        with working("generating" if warm_up else "compiling and generating", lines=False):
+            (output,) = llm.generate([text], params, use_tqdm=False)
     timings = timings_of(output, load_s)
     (completion,) = output.outputs
     if as_json:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +55,40 @@ def progress_bars(unit: str, *, scale: bool = False, lines: bool = True) -> Iter
             bar.close()
 
 
+@contextlib.contextmanager
+def working(message: str, *, lines: bool = True) -> Iterator[None]:
+    """Show on stderr that something of unknown length goes on: on a terminal with the seconds so far, erased at the end.
+
+    Args:
+      message: what goes on.
+      lines: where stderr is no terminal, write one line; without, write nothing there.
+    """
+    stderr = sys.stderr
+    if not stderr.isatty():
+        if lines:
+            click.echo(f"{message} ...", err=True)
+        yield
+        return
+    started, over = time.monotonic(), threading.Event()
+
+    def draw() -> None:
+        for mark in itertools.cycle("|/-\\"):
+            stderr.write(f"\r{mark} {message} ({time.monotonic() - started:.0f} s)")
+            stderr.flush()
+            if over.wait(0.2):
+                return
+
+    drawer = threading.Thread(target=draw, name="working", daemon=True)
+    drawer.start()
+    try:
+        yield
+    finally:
+        over.set()
+        drawer.join()
+        stderr.write("\r\033[K")
+        stderr.flush()
+
+
 def resolve_model(model: str | None) -> str | Path:
     """The model that the user named, or the demo model, downloaded when it is not there yet."""
     if model is not None:
@@ -62,9 +99,8 @@ def resolve_model(model: str | None) -> str | Path:
         return demo_model(progress)
 
 
-def load(model: str | None, *, dtype: str, max_model_len: int | None, seed: int = 0) -> LLM:
-    """Load a model; see `LLM` for the arguments and errors."""
-    path = resolve_model(model)
+def load(path: str | Path, *, dtype: str, max_model_len: int | None, seed: int = 0) -> LLM:
+    """Load what `resolve_model` gave; see `LLM` for the arguments and errors."""
     from pagedjax.llm import LLM
 
     # Seconds only: a script that reads stderr gets the errors and nothing else.

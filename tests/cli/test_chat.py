@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from pagedjax.cli.chat import Conversation, stop_on_interrupt
+from pagedjax.cli.chat import Conversation
+from pagedjax.cli.interrupts import Interrupts
 from pagedjax.errors import RequestError
 from pagedjax.request import SamplingParams
 
@@ -15,7 +16,9 @@ def roles(messages):
 
 @pytest.fixture
 def conversation(stub):
-    return Conversation(stub("m", progress=lambda done, total: None), SamplingParams())
+    conversation = Conversation(stub("m", progress=lambda done, total: None), SamplingParams())
+    with conversation.interrupts.watching():
+        yield conversation
 
 
 def test_each_answer_sees_the_conversation(command, stub):
@@ -98,26 +101,50 @@ def test_interrupt_stops_the_answer_and_keeps_what_came(conversation, stub, caps
     assert roles(conversation.messages)[2:] == [("user", "Again"), ("assistant", "Paris.")]
 
 
-def test_second_interrupt_does_not_wait_for_a_token(conversation, stub, capsys):
-    stub.interrupt_after, stub.interrupts = 0, 2
+def test_interrupt_does_not_wait_for_text(conversation, stub, capsys):
+    """A dispatch that brings no whole character yields an empty piece."""
+    stub.pieces, stub.interrupt_after, stub.interrupts = ("", "", "Paris"), 0, 2
     conversation.answer("Hello")
     assert capsys.readouterr().out == " [stopped]\n"
+    assert stub.closed_early
     assert conversation.messages == []  # nothing came: the question is forgotten too
     stub.interrupt_after = None
     conversation.answer("Again")
-    assert roles(conversation.messages) == [("user", "Again"), ("assistant", "Paris.")]
+    assert roles(conversation.messages) == [("user", "Again"), ("assistant", "Paris")]
+
+
+def test_empty_pieces_are_not_text(conversation, stub, monkeypatch):
+    stub.pieces = ("", "Paris", "", ".")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    written = []
+    monkeypatch.setattr("click.echo", lambda text, nl=True: written.append(text))
+    conversation.answer("Hello")
+    assert written == ["[reading ...]", "\r\033[K", "Paris", ".", ""]
 
 
 def test_interrupt_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
-    with stop_on_interrupt() as interrupted:
+    interrupts = Interrupts()
+    with interrupts.watching():
         assert signal.getsignal(signal.SIGINT) is not before
-        assert not interrupted()
-        signal.raise_signal(signal.SIGINT)
-        assert interrupted()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupts.answering() as interrupted:
+            assert not interrupted()
             signal.raise_signal(signal.SIGINT)
+            assert interrupted()
+            signal.raise_signal(signal.SIGINT)
+        with interrupts.answering() as interrupted:
+            assert not interrupted()
+        with pytest.raises(KeyboardInterrupt), interrupts.prompting():
+            signal.raise_signal(signal.SIGINT)
+        with interrupts.prompting():
+            pass
+        signal.raise_signal(signal.SIGINT)  # between an answer and the prompt
+        with pytest.raises(KeyboardInterrupt), interrupts.prompting():
+            raise AssertionError("not reached")
     assert signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_interrupt_at_the_prompt_drops_the_line(conversation, stub, capsys, monkeypatch):

@@ -1,7 +1,8 @@
 import io
 import sys
+import time
 
-from pagedjax.cli.loading import progress_bars
+from pagedjax.cli.loading import progress_bars, working
 
 
 class Terminal(io.StringIO):
@@ -42,3 +43,21 @@ def test_a_bar_is_closed_when_the_work_fails(monkeypatch):
     except OSError:
         pass
     assert terminal.getvalue().endswith("\n")
+
+
+def test_a_terminal_sees_the_seconds_pass(monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with working("compiling"):
+        while "/ compiling (0 s)" not in terminal.getvalue():
+            time.sleep(0.01)
+    assert terminal.getvalue().startswith("\r| compiling (0 s)\r/ compiling")
+    assert terminal.getvalue().endswith("\r\033[K")
+
+
+def test_a_file_sees_one_line_or_nothing(capsys):
+    with working("compiling"):
+        assert capsys.readouterr().err == "compiling ...\n"
+    with working("compiling", lines=False):
+        pass
+    assert capsys.readouterr().err == ""
