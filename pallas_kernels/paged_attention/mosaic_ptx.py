@@ -92,11 +92,6 @@ def both(x: Value, y: Value) -> Value:
     return arith.andi(x, y)
 
 
-def either(x: Value, y: Value) -> Value:
-    """Logical or of two ``i1``."""
-    return arith.ori(x, y)
-
-
 def select(condition: Value, x: Value, y: Value) -> Value:
     """``x if condition else y``."""
     return arith.select(condition, x, y)
