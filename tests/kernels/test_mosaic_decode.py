@@ -193,8 +193,6 @@ def test_equals_the_oracle_with_nan_in_every_unowned_cell(splits, group, kv_head
     contexts = edges(block_size, width)
     case = make_case(contexts, heads=group * kv_heads, kv_heads=kv_heads, head_size=head_size, block_size=block_size, width=width)
     config = dataclasses.replace(CONFIGS[splits], stages=2)
-    if not config.fits(group, head_size):
-        pytest.skip("one CTA cannot hold all partial results of 16 columns of head size 192")
     check(case, run(case, config=config, **options), **options)
 
 
