@@ -37,10 +37,12 @@ def chat(model: str | None, dtype: str, max_model_len: int | None, system: str |
         llm = load(path, dtype=dtype, max_model_len=max_model_len, seed=seed)
     if llm.tokenizer.chat_template is None:
         raise RequestError("this model has no chat template; `pagedjax generate` continues a text")
+    conversation = Conversation(llm, params, system)
+    llm.tokenizer.apply_chat_template([*conversation.messages, {"role": "user", "content": "Hello"}])  # a broken one shows now
     interactive = sys.stdin.isatty()
     if interactive:
         click.echo(HELP)
-    Conversation(llm, params, system).run(interactive)
+    conversation.run(interactive)
 
 
 class Conversation:

@@ -12,6 +12,9 @@ from pagedjax.request import CompletionOutput, RequestOutput
 class StubTokenizer:
     chat_template = "{{ messages }}"
 
+    def apply_chat_template(self, messages):
+        return str(messages)
+
 
 class StubLLM:
     """Set the class attributes for a test; each instance and call is recorded on the class."""
