@@ -13,7 +13,8 @@ import jax
 import numpy as np
 
 from pagedjax import StepInputs, forward, make_cache
-from pagedjax.checkpoint import demo_model, open_checkpoint
+from pagedjax.checkpoint import open_checkpoint
+from pagedjax.cli.loading import resolve_model
 from pagedjax.load import load_config, load_params
 
 BLOCK_SIZE = 16  # tokens a block
@@ -62,12 +63,16 @@ def token_inputs(token_id: int, position: int) -> StepInputs:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a Hugging Face folder, a GGUF file or a hub id; by default the demo model")
+    parser.add_argument(
+        "--model", help="a Hugging Face folder, a GGUF file or a hub id; by default the demo model (93 MB, downloaded once)"
+    )
     parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--max-tokens", type=int, default=16)
     options = parser.parse_args(arguments)
+    if options.max_tokens < 1:
+        parser.error(f"--max-tokens is {options.max_tokens}; it must be at least 1")
 
-    with open_checkpoint(options.model or demo_model()) as checkpoint:
+    with open_checkpoint(resolve_model(options.model)) as checkpoint:
         config = load_config(checkpoint)
         tokenizer = checkpoint.tokenizer()
         params = load_params(checkpoint, config)
@@ -77,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cache = make_cache(config, num_blocks=max(BLOCKS), block_size=BLOCK_SIZE)
 
     token_ids = tokenizer.encode(options.prompt)
+    if not token_ids:
+        parser.error("the prompt is empty; the model needs at least one token to go on from")
     num_new = min(options.max_tokens, len(BLOCKS) * BLOCK_SIZE - len(token_ids))
     if num_new < 1:
         parser.error(f"the prompt has {len(token_ids)} tokens; the blocks hold {len(BLOCKS) * BLOCK_SIZE}, one at least for the answer")

@@ -61,3 +61,28 @@ def test_the_hand_made_table_has_an_end(folder, capsys):
     with pytest.raises(SystemExit, match="2"):
         run_example("functional_step", "--model", folder, "--prompt", "x" * 64)
     assert "the prompt has 64 tokens; the blocks hold 64" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", ""], "the prompt is empty"),
+        (["--max-tokens", "0"], "--max-tokens is 0; it must be at least 1"),
+    ],
+)
+def test_a_step_needs_a_token_and_makes_one(folder, capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        run_example("functional_step", "--model", folder, *arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["generate", "batch", "functional_step"])
+def test_the_first_run_says_that_it_downloads(folder, capsys, monkeypatch, name):
+    def demo_model(progress=lambda message, done, total: None):
+        progress("downloading the demo model", 1, 2)
+        return folder
+
+    monkeypatch.setattr("pagedjax.checkpoint.demo_model", demo_model)
+    monkeypatch.setattr("pagedjax.checkpoint.demo.demo_model", demo_model)
+    run_example(name, "--max-tokens", "2")
+    assert "downloading the demo model ..." in capsys.readouterr().err
