@@ -9,8 +9,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
@@ -75,10 +76,18 @@ def _fail(message: str) -> int:
     return EXIT_ERROR
 
 
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    """In the place of `warnings.showwarning`, which adds a path and a line of source."""
+    click.echo(f"pagedjax: warning: {' '.join(str(message).split())}", err=True)
+
+
 def main() -> NoReturn:
     """Entry point of the ``pagedjax`` command."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character is no reason to die
+    warnings.showwarning = _show_warning
     exit_code = run(sys.argv[1:])
     if exit_code == EXIT_INTERRUPTED:
         leave(exit_code)  # JAX, interrupted, may crash in the interpreter's shutdown

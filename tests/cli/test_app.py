@@ -61,3 +61,9 @@ def test_a_wrong_command_line_exits_2():
     assert (ran.returncode, ran.stdout) == (2, "")
     assert ran.stderr.startswith("pagedjax: error: No such option")
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_warning_is_one_line():
+    program = r"import warnings; from pagedjax.cli import app; app.run = lambda _: warnings.warn('first\nsecond') or 0; app.main()"
+    ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "pagedjax: warning: first second\n")
