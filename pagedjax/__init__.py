@@ -8,16 +8,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedjax.checkpoint import demo_model, open_checkpoint
     from pagedjax.config import ModelConfig, RopeConfig
-    from pagedjax.errors import CheckpointError, PagedjaxError, RequestError, UnsupportedModelError
+    from pagedjax.errors import CheckpointError, ConfigError, PagedjaxError, RequestError, UnsupportedModelError
     from pagedjax.generation import GenerateResult, RunOptions, generate
     from pagedjax.inputs import SamplingInputs, StepInputs
     from pagedjax.kv_cache import KVCache, make_cache
     from pagedjax.llm import LLM
+    from pagedjax.load import load_config, load_params
     from pagedjax.model import forward
     from pagedjax.params import Params, init_params, params_from_hf_dict, params_to_hf
     from pagedjax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
-    from pagedjax.step import decode_loop, prefill_step
+    from pagedjax.step import RequestState, decode_loop, make_state, prefill_step
 
 __version__ = "0.1.0"
 
@@ -26,7 +28,14 @@ _HOME = {
     "ModelConfig": "config",
     "RopeConfig": "config",
     "PagedjaxError": "errors",
+    "demo_model": "checkpoint",
+    "open_checkpoint": "checkpoint",
+    "load_config": "load",
+    "load_params": "load",
+    "RequestState": "step",
+    "make_state": "step",
     "CheckpointError": "errors",
+    "ConfigError": "errors",
     "RequestError": "errors",
     "UnsupportedModelError": "errors",
     "GenerateResult": "generation",
@@ -52,6 +61,7 @@ __all__ = [
     "LLM",
     "CheckpointError",
     "CompletionOutput",
+    "ConfigError",
     "GenerateResult",
     "KVCache",
     "Logprob",
@@ -60,6 +70,7 @@ __all__ = [
     "Params",
     "RequestError",
     "RequestOutput",
+    "RequestState",
     "RopeConfig",
     "RunOptions",
     "SamplingInputs",
@@ -68,10 +79,15 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "decode_loop",
+    "demo_model",
     "forward",
     "generate",
     "init_params",
+    "load_config",
+    "load_params",
     "make_cache",
+    "make_state",
+    "open_checkpoint",
     "params_from_hf_dict",
     "params_to_hf",
     "prefill_step",
@@ -84,3 +100,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"pagedjax.{_HOME[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

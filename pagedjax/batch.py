@@ -14,16 +14,17 @@ import numpy as np
 from pagedjax.inputs import SamplingInputs, StepInputs
 from pagedjax.request import Request
 
+_MAX_TOP_K = 2**31 - 1  # keeps everything, as any number above the vocabulary does
 _MIN_TOKENS = 16  # the smallest token bucket of a prefill
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Consecutive prompt tokens ``start .. start + length`` of row `row`, computed in one step."""
+    """The prompt tokens of row `row` that one step computes: `query_len` tokens after the `num_computed_tokens` before them."""
 
     row: int
-    start: int
-    length: int
+    num_computed_tokens: int
+    query_len: int
 
 
 def bucket(n: int, minimum: int = 1) -> int:
@@ -80,7 +81,7 @@ def prefill_inputs(
       inputs with ``T = bucket(tokens)``, ``C = R = bucket(rows)`` and ``B = 0``.
     """
     num_rows = bucket(len(chunks))
-    num_tokens = bucket(sum(chunk.length for chunk in chunks), _MIN_TOKENS)
+    num_tokens = bucket(sum(chunk.query_len for chunk in chunks), _MIN_TOKENS)
     token_ids, positions, slots = (np.zeros(num_tokens, np.int32) for _ in range(3))
     start_loc = np.zeros(num_rows + 1, np.int32)
     context_lens = np.zeros(num_rows, np.int32)
@@ -88,10 +89,10 @@ def prefill_inputs(
     state_ids = np.full(num_rows, num_state_rows, np.int32)
     at = 0
     for c, chunk in enumerate(chunks):
-        end, stop = at + chunk.length, chunk.start + chunk.length
-        position = np.arange(chunk.start, stop, dtype=np.int32)
+        end, stop = at + chunk.query_len, chunk.num_computed_tokens + chunk.query_len
+        position = np.arange(chunk.num_computed_tokens, stop, dtype=np.int32)
         ids = np.asarray(blocks[chunk.row], np.int32)
-        token_ids[at:end] = prompts[chunk.row][chunk.start : stop]
+        token_ids[at:end] = prompts[chunk.row][chunk.num_computed_tokens : stop]
         positions[at:end] = position
         slots[at:end] = ids[position // block_size] * block_size + position % block_size
         context_lens[c] = stop
@@ -121,7 +122,7 @@ def sampling_inputs(requests: Sequence[Request], num_rows: int) -> SamplingInput
     stops = np.full((num_rows, num_stops), -1, np.int32)
     for row, request in enumerate(requests):
         params = request.params
-        temperature[row], top_p[row], top_k[row] = params.temperature, params.top_p, max(params.top_k, 0)
+        temperature[row], top_p[row], top_k[row] = params.temperature, params.top_p, min(max(params.top_k, 0), _MAX_TOP_K)
         seed[row] = 0 if params.seed is None else params.seed
         max_new[row] = request.max_new_tokens
         stops[row, : len(request.stop_token_ids)] = request.stop_token_ids

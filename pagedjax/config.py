@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pagedjax.errors import UnsupportedModelError
+from pagedjax.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 DTYPES = ("float32", "bfloat16", "float16")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -23,13 +23,23 @@ _IGNORED = frozenset(
     "torch_dtype torchscript transformers_version unsloth_version use_cache _attn_implementation _attn_implementation_autoset problem_type "
     "chunk_size_feed_forward is_encoder_decoder transformers.js_config unsloth_fixed hidden_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim intermediate_size vocab_size rms_norm_eps rope_theta rope_scaling rope_parameters tie_word_embeddings "
-    "attention_bias mlp_bias hidden_act pretraining_tp".split()
+    "attention_bias mlp_bias hidden_act pretraining_tp gradient_checkpointing tokenizer_class finetuning_task task_specific_params prefix "
+    "_flash_attn_2_enabled _commit_hash max_sequence_length torch_compile "
+    # of generation, where old checkpoints had no generation_config.json
+    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p typical_p "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
+    "return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
+    "suppress_tokens begin_suppress_tokens sep_token_id decoder_start_token_id".split()
 )
 # Keys that would change the arithmetic, with the only values under which they do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),  # sums in slices; the product is the same, the rounding is not
     "rope_interleaved": (False, None),
     "is_encoder_decoder": (False, None),
+    "is_decoder": (False, None),
+    "pruned_heads": ({}, None),
+    "tf_legacy_loss": (False, None),
+    "use_bfloat16": (False, None),
     "sliding_window": (None,),
     "use_sliding_window": (False, None),
     "attention_multiplier": (None,),
@@ -41,10 +51,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1, 1.0),
     "quantization_config": (None,),
     "no_rope_layers": (None, []),
-    "layer_types": (None,),
     "add_cross_attention": (False, None),
     "tie_encoder_decoder": (False, None),
     "cross_attention_hidden_size": (None,),
+}
+# What each kind of rotary embedding reads from config.json beside its base.
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
 
@@ -65,6 +80,14 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in _ROPE_KEYS:
+            raise UnsupportedModelError(f"rope kind {self.kind!r} is not built; built are {', '.join(_ROPE_KEYS)}")
+        for field in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"rope {field} is {value!r}; it must be a positive finite number")
 
     def inverse_frequencies(self, head_size: int) -> tuple[float, ...]:
         """Radians a position for each of the ``head_size // 2`` pairs, in float64 rounded to float32 only by the user."""
@@ -123,13 +146,15 @@ class ModelConfig:
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UnsupportedModelError(f"{field} is {value!r}; it must be a positive integer")
+                raise ConfigError(f"{field} is {value!r}; it must be a positive integer")
+        if isinstance(self.rms_norm_eps, bool) or not 0 < self.rms_norm_eps < math.inf:
+            raise ConfigError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be a positive finite number")
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModelError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_size % 2:
-            raise UnsupportedModelError(f"head_size {self.head_size} is odd; rotary embedding turns pairs")
+            raise ConfigError(f"head_size {self.head_size} is odd; rotary embedding turns pairs")
         if self.dtype not in DTYPES:
-            raise UnsupportedModelError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+            raise ConfigError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
 
     @property
     def group_size(self) -> int:
@@ -167,7 +192,9 @@ class ModelConfig:
           max_model_len: the most tokens of a request; by default ``max_position_embeddings``, which it may not exceed.
 
         Raises:
-          UnsupportedModelError: an architecture, key or value that is not built, or a missing key. The message names it.
+          UnsupportedModelError: an architecture, key or value that is not built.
+          CheckpointError: a missing key, or a value that makes no sense.
+          ConfigError: an unusable `dtype` or `max_model_len`, or sizes that do not fit together. Each message names key and value.
         """
         _check_architecture(config)
         _check_keys(config)
@@ -175,13 +202,13 @@ class ModelConfig:
         positions = need.integer("max_position_embeddings", 2048)
         if max_model_len is not None:
             if isinstance(max_model_len, bool) or not isinstance(max_model_len, int) or max_model_len < 1:
-                raise UnsupportedModelError(f"max_model_len is {max_model_len!r}; it must be a positive integer")
+                raise ConfigError(f"max_model_len is {max_model_len!r}; it must be a positive integer")
             if max_model_len > positions:
-                raise UnsupportedModelError(f"max_model_len {max_model_len} exceeds the {positions} positions that the model was made for")
+                raise ConfigError(f"max_model_len {max_model_len} exceeds the {positions} positions that the model was made for")
         num_heads = need.integer("num_attention_heads")
         hidden_size = need.integer("hidden_size")
         if config.get("head_dim") is None and hidden_size % num_heads:
-            raise UnsupportedModelError(
+            raise CheckpointError(
                 f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and head_dim is not given"
             )
         return cls(
@@ -194,9 +221,9 @@ class ModelConfig:
             head_size=need.integer("head_dim", hidden_size // num_heads),
             rms_norm_eps=need.number("rms_norm_eps", 1e-6),
             rope=_rope(config),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            tie_word_embeddings=need.boolean("tie_word_embeddings"),
+            attention_bias=need.boolean("attention_bias"),
+            mlp_bias=need.boolean("mlp_bias"),
             max_model_len=positions if max_model_len is None else max_model_len,
             dtype=_dtype(config) if dtype == "auto" else dtype,
         )
@@ -210,16 +237,24 @@ class _Reader:
         value = self._config.get(key)
         value = default if value is None else value
         if value is None:
-            raise UnsupportedModelError(f"config.json has no {key!r}")
+            raise CheckpointError(f"config.json has no {key!r}")
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be a positive integer")
+            raise CheckpointError(f"config.json: {key} is {value!r}; it must be a positive integer")
         return value
 
     def number(self, key: str, default: float) -> float:
         value = self._config.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UnsupportedModelError(f"config.json: {key} is {value!r}; it must be a finite number")
+            raise CheckpointError(f"config.json: {key} is {value!r}; it must be a finite number")
         return float(value)
+
+    def boolean(self, key: str) -> bool:
+        value = self._config.get(key)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise CheckpointError(f"config.json: {key} is {value!r}; it must be true or false")
+        return value
 
 
 def _check_architecture(config: Mapping[str, Any]) -> None:
@@ -233,7 +268,10 @@ def _check_architecture(config: Mapping[str, Any]) -> None:
 
 def _check_keys(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
-        if key in _NEUTRAL:
+        if key == "layer_types":
+            if value is not None and (not isinstance(value, list) or set(value) != {"full_attention"}):
+                raise UnsupportedModelError(f"config.json: {key}={value!r} changes the computation and is not built")
+        elif key in _NEUTRAL:
             if not any(value is ok or value == ok for ok in _NEUTRAL[key]):
                 raise UnsupportedModelError(f"config.json: {key}={value!r} changes the computation and is not built")
         elif key not in _IGNORED:
@@ -255,37 +293,34 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     # transformers 5 writes one dict `rope_parameters` that holds rope_theta too; 4 writes rope_theta beside `rope_scaling`.
     parameters = config.get("rope_parameters")
     if parameters is not None and config.get("rope_scaling") is not None and parameters != config["rope_scaling"]:
-        raise UnsupportedModelError("config.json has both rope_parameters and rope_scaling and they differ")
+        raise CheckpointError("config.json has both rope_parameters and rope_scaling and they differ")
     given = parameters if parameters is not None else config.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
-        raise UnsupportedModelError(f"config.json: rope parameters are {given!r}; they must be an object")
+        raise CheckpointError(f"config.json: rope parameters are {given!r}; they must be an object")
     scaling = dict(given)
     named, old_kind = scaling.pop("rope_type", None), scaling.pop("type", None)
     if named is not None and old_kind is not None and named != old_kind:
-        raise UnsupportedModelError(f"config.json: rope_type={named!r} and type={old_kind!r} differ")
+        raise CheckpointError(f"config.json: rope_type={named!r} and type={old_kind!r} differ")
     kind: Any = named or old_kind or "default"
     theta = scaling.pop("rope_theta", None)
     theta = config.get("rope_theta", 10000.0) if theta is None else theta
     partial = scaling.pop("partial_rotary_factor", None)
     if partial not in (None, 1, 1.0):
         raise UnsupportedModelError(f"config.json: partial_rotary_factor={partial!r} changes the computation and is not built")
-    keys = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in keys:
-        raise UnsupportedModelError(f"config.json: rope_type {kind!r} is not built; built are {', '.join(keys)}")
-    missing, unknown = set(keys[kind]) - set(scaling), set(scaling) - set(keys[kind])
+    if kind not in _ROPE_KEYS:
+        raise UnsupportedModelError(f"config.json: rope_type {kind!r} is not built; built are {', '.join(_ROPE_KEYS)}")
+    missing, unknown = set(_ROPE_KEYS[kind]) - set(scaling), set(scaling) - set(_ROPE_KEYS[kind])
     if missing or unknown:
         what = f"lacks {sorted(missing)}" if missing else f"has unknown {sorted(unknown)}"
-        raise UnsupportedModelError(f"config.json: rope_type {kind!r} {what}")
+        raise CheckpointError(f"config.json: rope_type {kind!r} {what}")
     values = {"theta": theta, **scaling}
     for key, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise UnsupportedModelError(f"config.json: rope {key} is {value!r}; it must be a positive finite number")
+            raise CheckpointError(f"config.json: rope {key} is {value!r}; it must be a positive finite number")
+        if key == "original_max_position_embeddings" and value != int(value):
+            raise CheckpointError(f"config.json: rope {key} is {value!r}; it must be an integer")
     if kind == "llama3" and not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
-        raise UnsupportedModelError(
+        raise CheckpointError(
             f"config.json: rope low_freq_factor {scaling['low_freq_factor']} must be below high_freq_factor {scaling['high_freq_factor']}"
         )
     plain = RopeConfig()

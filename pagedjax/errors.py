@@ -16,5 +16,9 @@ class UnsupportedModelError(PagedjaxError, NotImplementedError):
     """The model is well formed but needs something that is not built. The message names it."""
 
 
+class ConfigError(PagedjaxError, ValueError):
+    """A setting of the model or of a run is unusable. The message names it, its value and what would be right."""
+
+
 class RequestError(PagedjaxError, ValueError):
     """A prompt or a sampling parameter is unusable. The message names the argument, the value and what would be right."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -17,11 +17,13 @@ from pagedjax import step
 from pagedjax.allocator import BlockAllocator, blocks_for, total_blocks
 from pagedjax.batch import block_tables, bucket, plan_prefill, prefill_inputs, sampling_inputs
 from pagedjax.config import ModelConfig
+from pagedjax.errors import ConfigError, RequestError
 from pagedjax.kv_cache import KVCache, make_cache
 from pagedjax.params import MESH_AXIS, Params
-from pagedjax.request import FinishReason, Request, SamplingParams, make_request
+from pagedjax.request import FinishReason, Request, SamplingParams, integer, make_request
 from pagedjax.sampling import Sampled
 
+_STEPS_BETWEEN_REPORTS = 64
 _STATIC = ("config", "mesh", "num_logprobs", "implementation")
 _prefill_step = jax.jit(step.prefill_step, static_argnames=_STATIC, donate_argnames=("cache", "state"))
 _decode_loop = jax.jit(step.decode_loop, static_argnames=(*_STATIC, "num_steps", "window"), donate_argnames=("cache", "state"))
@@ -68,7 +70,7 @@ class GenerateResult:
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """How a batch runs; none of it changes a token in float32.
+    """How a batch runs; none of it changes a token in float32. A setting out of range is a `ConfigError`.
 
     Attributes:
       block_size: tokens a KV block, a power of two.
@@ -85,8 +87,14 @@ class RunOptions:
     implementation: str | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (self.window < 1 or self.window & (self.window - 1)):
-            raise ValueError(f"window is {self.window}; it must be a power of two")
+        for name in ("block_size", "token_budget", "window"):
+            value = getattr(self, name)
+            if name == "window" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
+            if name != "token_budget" and value & (value - 1):
+                raise ConfigError(f"{name} is {value}; it must be a power of two")
 
     def resolved_window(self) -> int:
         """The window in steps."""
@@ -129,15 +137,29 @@ def generate(
 
     Raises:
       RequestError: an unusable prompt or parameter; nothing has run then.
+      ValueError: the mesh does not divide the model.
+      NotImplementedError: a named implementation that does not run here, or not on these shapes.
+
+    Source: a cache of blocks behind a table is Kwon et al. 2023 (arXiv:2309.06180).
     """
-    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence) else [max_new_tokens] * len(prompts)
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Sequence | np.ndarray) else [max_new_tokens] * len(prompts)
     if len(limits) != len(prompts):
-        raise ValueError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts")
+        raise RequestError(f"max_new_tokens has {len(limits)} entries for {len(prompts)} prompts")
     requests = []
-    for prompt, limit in zip(prompts, limits, strict=True):
+    for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+        if integer("max_new_tokens", limit) < 1:
+            raise RequestError(f"max_new_tokens is {limit}; it must be at least 1")
         one = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=limit, logprobs=logprobs)
         requests.append(
-            make_request(prompt, one, eos_ids=eos_ids, vocab_size=config.vocab_size, max_model_len=config.max_model_len, default_seed=seed)
+            make_request(
+                prompt,
+                one,
+                eos_ids=eos_ids,
+                vocab_size=config.vocab_size,
+                max_model_len=config.max_model_len,
+                default_seed=seed,
+                name=f"prompts[{index}]",
+            )
         )
     run = Run(params, config, requests, options)
     rows = run.finish()
@@ -174,16 +196,26 @@ class Run:
     ) -> None:
         self.requests = list(requests)
         self.prefill_s = self.decode_s = 0.0
+        self.num_finished = 0
         self._params, self._config, self._options, self._max_num_blocks = params, config, options, max_num_blocks
         wanted = [r.params.logprobs for r in requests if r.params.logprobs is not None]
         self._num_logprobs = max(wanted) if wanted else None
 
-    def finish(self) -> list[GeneratedRow]:
-        """Run to the end and return every row's tokens."""
+    def finish(self, on_progress: Callable[[int], None] | None = None) -> list[GeneratedRow]:
+        """Run to the end and return every row's tokens.
+
+        Args:
+          on_progress: called with the number of finished rows after every 64 decode steps; without it, decoding is one dispatch.
+        """
         if not self.requests:
             return []
-        longest = max(r.max_new_tokens for r in self.requests)
-        return self._rows(list(self._dispatches(longest - 1)))
+        longest = max(r.max_new_tokens for r in self.requests) - 1
+        reports = []
+        for reported in self._dispatches(longest if on_progress is None else min(longest, _STEPS_BETWEEN_REPORTS)):
+            reports.append(reported)
+            if on_progress is not None:
+                on_progress(self.num_finished)
+        return self._rows(reports)
 
     def stream(self, num_steps: int = 8) -> Iterator[list[list[int]]]:
         """Yield each row's new tokens after the prefill and then after every `num_steps` decode steps."""
@@ -197,7 +229,7 @@ class Run:
         window = options.resolved_window()
         num_rows = bucket(len(requests))
         # A bucket may be almost twice what is needed, and memory must not be asked for that is not there.
-        num_blocks = bucket(total_blocks((r.max_len for r in requests), options.block_size))
+        num_blocks = bucket(total_blocks((r.max_num_tokens for r in requests), options.block_size))
         allocator = BlockAllocator(num_blocks if self._max_num_blocks is None else min(num_blocks, self._max_num_blocks))
         blocks = [self._allocate(allocator, r) for r in requests]
         width = bucket(max(len(ids) for ids in blocks))
@@ -215,12 +247,13 @@ class Run:
             firsts.append((inputs.state_ids, sampled))
         first = _place_by_row(jax.device_get(firsts), num_rows)
         self.prefill_s = time.perf_counter() - begin
+        stops = [set(r.stop_token_ids) for r in requests]
+        left = [0 if first.token[0, row] in stops[row] else r.max_new_tokens - 1 for row, r in enumerate(requests)]
+        self.num_finished = left.count(0)
         yield first
 
         begin = time.perf_counter()
         table = block_tables(blocks, num_rows, width)
-        stops = [set(r.stop_token_ids) for r in requests]
-        left = [0 if first.token[0, row] in stops[row] else r.max_new_tokens - 1 for row, r in enumerate(requests)]
         while max(left) > 0:
             sampled, cache, state = _decode_loop(
                 self._params, cache, state, table, sampling, num_steps=bucket(num_steps, window), window=window, **jitted
@@ -231,6 +264,7 @@ class Run:
                 tokens = reported.token[:, row]
                 count = int((tokens >= 0).sum())
                 left[row] = 0 if count and int(tokens[count - 1]) in stops[row] else left[row] - count
+            self.num_finished = left.count(0)
             yield reported
             begin = time.perf_counter()
         for ids in blocks:
@@ -238,7 +272,7 @@ class Run:
 
     def _allocate(self, allocator: BlockAllocator, request: Request) -> list[int]:
         # The last token is never fed back, so its keys and values need no cell; one block less only at a border, so keep it plain.
-        ids = allocator.allocate(blocks_for(request.max_len, self._options.block_size))
+        ids = allocator.allocate(blocks_for(request.max_num_tokens, self._options.block_size))
         assert ids is not None, "the pool was sized for these requests"
         return ids
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from pagedjax.allocator import blocks_for
-from pagedjax.checkpoint import open_checkpoint
+from pagedjax.checkpoint import Checkpoint, open_checkpoint
 from pagedjax.config import ModelConfig
-from pagedjax.errors import RequestError
+from pagedjax.errors import CheckpointError, ConfigError, RequestError
 from pagedjax.generation import GeneratedRow, Run, RunOptions, TokenLogprobs
 from pagedjax.load import eos_token_ids, load_config, load_params
 from pagedjax.params import Params
@@ -26,6 +26,17 @@ from pagedjax.text import Tokenizer
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
+# What a generation config may ask for beyond temperature, top-k and top-p, with the values under which it asks for nothing.
+_NOT_BUILT: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "bad_words_ids": [],
+}
 _CPU_CACHE_BYTES = 4 << 30
 _GPU_CACHE_SHARE = 0.9  # of what is free once the weights are there
 
@@ -39,7 +50,7 @@ class LLM:
       max_model_len: the most tokens of prompt and answer together; by default what the model was made for.
       seed: from which the seeds of requests that name none are drawn.
       max_num_seqs: the most requests that run side by side.
-      kv_cache_bytes: the most memory for the KV cache; by default 4 GiB on a CPU, 90 % of the free device memory elsewhere.
+      kv_cache_bytes: the most memory for the KV cache; by default what `free_cache_bytes` says.
       revision: of a hub id.
       options: block size, token budget, mesh, kernels.
       progress: called with (tensors read, tensors in all) while the weights load.
@@ -48,11 +59,12 @@ class LLM:
       config: the model's `ModelConfig`.
       params: its weights.
       tokenizer: its tokenizer.
-      eos_token_ids: tokens that end an answer.
+      eos_token_ids: tokens that end an answer: those of the generation config (else the model config) and the tokenizer's own.
       default_sampling_params: what the model's generation config asks for, as `generate` uses it.
 
     Raises:
       CheckpointError, UnsupportedModelError: the model cannot be loaded; the message says why.
+      ConfigError: an unusable setting.
     """
 
     def __init__(
@@ -68,18 +80,20 @@ class LLM:
         options: RunOptions = RunOptions(),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
+        for name, value in (("max_num_seqs", max_num_seqs), ("kv_cache_bytes", kv_cache_bytes)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
         with open_checkpoint(model, revision=revision) as checkpoint:
             self.config: ModelConfig = load_config(checkpoint, dtype=dtype, max_model_len=max_model_len)
             self.tokenizer: Tokenizer = checkpoint.tokenizer()
-            self.eos_token_ids = eos_token_ids(checkpoint)
-            self.default_sampling_params = _default_params(checkpoint.generation_config)
+            own = () if self.tokenizer.eos_token_id is None else (self.tokenizer.eos_token_id,)
+            self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids(checkpoint), *own)))
+            self.default_sampling_params = _default_params(checkpoint)
             self.params: Params = load_params(checkpoint, self.config, mesh=options.mesh, progress=progress)
         self._options, self._max_num_seqs = options, max_num_seqs
         self._seeds = np.random.default_rng(seed)
         self._ids = itertools.count()
-        bytes_ = _free_bytes(options.mesh) if kv_cache_bytes is None else kv_cache_bytes
+        bytes_ = free_cache_bytes(options.mesh) if kv_cache_bytes is None else kv_cache_bytes
         self.num_kv_blocks = bytes_ // (self.config.kv_bytes_per_token * options.block_size)
         """KV blocks that a batch may use."""
 
@@ -123,7 +137,11 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        **template_args: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several.
 
@@ -131,31 +149,59 @@ class LLM:
           messages: ``{"role": ..., "content": ...}`` in order; or a list of conversations.
           sampling_params: see `generate`.
           use_tqdm: see `generate`.
-          **template_args: for the chat template, such as ``tools``.
+          tools, chat_template, add_generation_prompt, continue_final_message: see `Tokenizer.apply_chat_template`.
+          chat_template_kwargs: further names for the template.
+
+        Returns:
+          one `RequestOutput` a conversation, in order; its `prompt` is the text that the template made.
+
+        Raises:
+          RequestError: an unusable conversation or parameter, or a model without a chat template. Nothing has run then.
         """
         if not messages:
             raise RequestError("messages is empty; a conversation needs at least one message")
         conversations: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
-        texts = [self.tokenizer.apply_chat_template(c, **template_args) for c in conversations]
-        ids = [self.tokenizer.encode_chat(c, **template_args) for c in conversations]
-        return self._generate(texts, ids, sampling_params, use_tqdm)
+        options: dict[str, Any] = dict(
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        texts = [self.tokenizer.apply_chat_template(c, **options, **dict(chat_template_kwargs or {})) for c in conversations]
+        # The template wrote every special token itself.
+        return self._generate(texts, [self.tokenizer.encode(text, add_special_tokens=False) for text in texts], sampling_params, use_tqdm)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template_args: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[str]:
-        """Answer a conversation piece by piece: yields text as soon as it is whole characters. Closing the iterator stops."""
+        """Answer a conversation piece by piece. Closing the iterator stops.
+
+        Args:
+          messages, sampling_params, tools, chat_template_kwargs: see `chat`.
+
+        Returns:
+          an iterator over the text that became certain, whole characters only, after the prefill and then after every 8 steps; ``""``
+          when nothing did, so that who reads can look at other things as often.
+
+        Raises:
+          RequestError: as `chat`, before the first piece.
+        """
         if not messages:
             raise RequestError("messages is empty; a conversation needs at least one message")
-        request = self._request(self.tokenizer.encode_chat(messages, **template_args), sampling_params or self.default_sampling_params)
+        ids = self.tokenizer.encode_chat(messages, tools=tools, **dict(chat_template_kwargs or {}))
+        request = self._request(ids, sampling_params or self.default_sampling_params)
         self._check_fits(request)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[str]:
         text = self.tokenizer.stream(skip_special_tokens=request.params.skip_special_tokens)
         for rows in self._run([request]).stream():
-            piece = "".join(text.step(token) for token in rows[0] if token not in request.stop_token_ids)
-            if piece:
-                yield piece
+            yield "".join(text.step(token) for token in rows[0] if token not in request.stop_token_ids)
         rest = text.finish()
         if rest:
             yield rest
@@ -169,7 +215,7 @@ class LLM:
             return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
         raise RequestError(f"a prompt is {prompt!r}; it must be a text, {{'prompt': text}} or {{'prompt_token_ids': ids}}")
 
-    def _request(self, ids: Sequence[int], params: SamplingParams) -> Request:
+    def _request(self, ids: Sequence[int], params: SamplingParams, name: str = "the prompt") -> Request:
         return make_request(
             ids,
             params,
@@ -177,14 +223,15 @@ class LLM:
             vocab_size=self.config.vocab_size,
             max_model_len=self.config.max_model_len,
             default_seed=int(self._seeds.integers(2**32)),
+            name=name,
         )
 
     def _check_fits(self, request: Request) -> None:
-        need = blocks_for(request.max_len, self._options.block_size)
+        need = blocks_for(request.max_num_tokens, self._options.block_size)
         if need > self.num_kv_blocks:
             raise RequestError(
-                f"a request of up to {request.max_len} tokens needs {need} KV blocks; kv_cache_bytes leaves room for {self.num_kv_blocks}. "
-                "Lower max_tokens or raise kv_cache_bytes"
+                f"a request of up to {request.max_num_tokens} tokens needs {need} KV blocks; kv_cache_bytes leaves room for "
+                f"{self.num_kv_blocks}. Lower max_tokens or raise kv_cache_bytes"
             )
 
     def _generate(
@@ -198,16 +245,22 @@ class LLM:
         each = [params] * len(ids) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(ids):
             raise RequestError(f"sampling_params has {len(each)} entries for {len(ids)} prompts")
-        requests = [self._request(i, p) for i, p in zip(ids, each, strict=True)]
+        named = (f"prompts[{i}]" if len(ids) > 1 else "the prompt" for i in range(len(ids)))
+        requests = [self._request(i, p, name) for i, p, name in zip(ids, each, named, strict=True)]
         for request in requests:
             self._check_fits(request)
         outputs: list[RequestOutput] = []
         with tqdm(total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
             for batch in self._batches(requests):
                 run = self._run(batch)
-                for request, row in zip(batch, run.finish(), strict=True):
+                before = bar.n
+
+                def show(finished: int, before: int = before) -> None:
+                    bar.update(before + finished - bar.n)
+
+                rows = run.finish(show if use_tqdm else None)
+                for request, row in zip(batch, rows, strict=True):
                     outputs.append(self._output(texts[len(outputs)], request, row, run))
-                bar.update(len(batch))
         return outputs
 
     def _run(self, batch: Sequence[Request]) -> Run:
@@ -218,7 +271,7 @@ class LLM:
         batch: list[Request] = []
         used = 0
         for request in requests:
-            need = blocks_for(request.max_len, self._options.block_size)
+            need = blocks_for(request.max_num_tokens, self._options.block_size)
             if batch and (len(batch) == self._max_num_seqs or used + need > self.num_kv_blocks):
                 yield batch
                 batch, used = [], 0
@@ -248,16 +301,28 @@ class LLM:
         return {i: Logprob(p, rank, self.tokenizer.decode([i], skip_special_tokens=False)) for i, (p, rank) in ranked.items()}
 
 
-def _default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """The sampling that the model's authors chose; values that transformers ignores without ``do_sample`` are ignored here too."""
-    params = SamplingParams()
-    if generation_config.get("do_sample") is False:
-        return dataclasses.replace(params, temperature=0.0)
-    wanted = {key: generation_config[key] for key in ("temperature", "top_k", "top_p") if generation_config.get(key) is not None}
-    return dataclasses.replace(params, **wanted)
+def _default_params(checkpoint: Checkpoint) -> SamplingParams:
+    """The sampling that the model's authors chose in ``generation_config.json``; greedy where they say ``do_sample: false``.
+
+    Raises:
+      CheckpointError: a value out of range.
+    """
+    given = {key: value for key, value in checkpoint.generation_config.items() if value is not None}
+    ignored = [f"{key}={given[key]!r}" for key, neutral in _NOT_BUILT.items() if given.get(key, neutral) != neutral]
+    if ignored:
+        warnings.warn(f"{checkpoint.source}: the generation config asks for {', '.join(ignored)}, which is not built", stacklevel=3)
+    names = {"max_new_tokens": "max_tokens"}
+    if given.get("do_sample") is False:
+        given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    names |= {key: key for key in ("temperature", "top_k", "top_p")}
+    try:
+        return SamplingParams(**{ours: given[theirs] for theirs, ours in names.items() if theirs in given})
+    except RequestError as error:
+        raise CheckpointError(f"{checkpoint.source}: generation config: {error}") from error
 
 
-def _free_bytes(mesh: Mesh | None) -> int:
+def free_cache_bytes(mesh: Mesh | None = None) -> int:
+    """Bytes that an `LLM` takes for its KV cache unless told otherwise: 4 GiB on a CPU, 90 % of the free device memory elsewhere."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:

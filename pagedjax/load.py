@@ -57,13 +57,23 @@ def load_params(
             progress(done, total)
         return value
 
-    return params_from_hf(read, config, mesh)
+    try:
+        return params_from_hf(read, config, mesh)
+    except CheckpointError as error:
+        raise error if str(error).startswith(checkpoint.source) else CheckpointError(f"{checkpoint.source}: {error}") from error
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """All end-of-sequence ids, from the generation config, else from the model config; empty when neither names one."""
+    """All end-of-sequence ids, from the generation config, else from the model config; empty when neither names one.
+
+    Raises:
+      CheckpointError: not ids.
+    """
     for source in (checkpoint.generation_config, checkpoint.config):
         value = source.get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
+            ids = value if isinstance(value, list) else [value]
+            if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31 for i in ids):
+                raise CheckpointError(f"{checkpoint.source}: eos_token_id is {value!r}; it must be a token id or a list of them")
+            return tuple(ids)
     return ()

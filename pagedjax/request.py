@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 from pagedjax.errors import RequestError
 
 FinishReason = Literal["stop", "length"]
 _MAX_SEED = 2**32
+_MAX_LOGPROBS = 64
+_MAX_TEMPERATURE = 1e30  # still finite in float32, and flat long before
+_MAX_TOKEN_ID = 2**31 - 1  # ids travel as int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,8 +28,9 @@ class SamplingParams:
       temperature: divides the logits; 0 is greedy.
       top_k: keep the `k` likeliest tokens; 0 or -1 is off.
       top_p: then keep the likeliest tokens until their probabilities reach `top_p`; 1 is off.
-      seed: makes the request's tokens reproducible, whatever runs beside it; ``None`` draws one.
-      max_tokens: the most new tokens.
+      seed: makes the request's tokens reproducible, whatever runs beside it (exactly in float32; in bfloat16 the logits of another batch
+        size round otherwise); ``None`` draws one.
+      max_tokens: the most new tokens; ``None`` for as many as the model's length leaves room for.
       stop_token_ids: tokens that end the answer, beside the model's own end tokens.
       ignore_eos: go on past the model's own end tokens.
       logprobs: report the log-probability of each new token and of the `logprobs` likeliest; ``None`` reports none.
@@ -37,34 +44,35 @@ class SamplingParams:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature)
-        if self.temperature < 0:
-            raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
-        _number("top_p", self.top_p)
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if _integer("top_k", self.top_k) < -1:
-            raise RequestError(f"top_k is {self.top_k}; it must be 1 or more, or 0 or -1 for off")
-        if _integer("max_tokens", self.max_tokens) < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if self.seed is not None and not 0 <= _integer("seed", self.seed) < _MAX_SEED:
-            raise RequestError(f"seed is {self.seed}; it must be from 0 to 2**32 - 1")
-        if self.logprobs is not None and not 0 <= _integer("logprobs", self.logprobs) <= 64:
-            raise RequestError(f"logprobs is {self.logprobs}; it must be from 0 to 64, or None for none")
-        try:
-            ids = tuple(_integer("stop_token_ids", i) for i in self.stop_token_ids)
-        except TypeError:
-            raise RequestError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a sequence of token ids") from None
-        if any(i < 0 for i in ids):
-            raise RequestError(f"stop_token_ids is {list(ids)}; token ids are 0 or more")
-        object.__setattr__(self, "stop_token_ids", ids)
+        # Plain numbers are kept, whatever kind was given: what comes later need not know NumPy's.
+        temperature, top_p, top_k = number("temperature", self.temperature), number("top_p", self.top_p), integer("top_k", self.top_k)
+        if not 0 <= temperature <= _MAX_TEMPERATURE:
+            raise RequestError(f"temperature is {temperature}; it must be 0 (greedy) or more, and at most {_MAX_TEMPERATURE:g}")
+        if not 0 < top_p <= 1:
+            raise RequestError(f"top_p is {top_p}; it must be above 0 and at most 1")
+        if top_k < -1:
+            raise RequestError(f"top_k is {top_k}; it must be 1 or more, or 0 or -1 for off")
+        max_tokens, seed, logprobs = (
+            None if value is None else integer(name, value)
+            for name, value in (("max_tokens", self.max_tokens), ("seed", self.seed), ("logprobs", self.logprobs))
+        )
+        if max_tokens is not None and max_tokens < 1:
+            raise RequestError(f"max_tokens is {max_tokens}; it must be at least 1")
+        if seed is not None and not 0 <= seed < _MAX_SEED:
+            raise RequestError(f"seed is {seed}; it must be from 0 to 2**32 - 1")
+        if logprobs is not None and not 0 <= logprobs <= _MAX_LOGPROBS:
+            raise RequestError(f"logprobs is {logprobs}; it must be from 0 to {_MAX_LOGPROBS}, or None for none")
+        stops = token_ids("stop_token_ids", self.stop_token_ids)
+        checked = dict(temperature=temperature, top_p=top_p, top_k=top_k, max_tokens=max_tokens, seed=seed, logprobs=logprobs)
+        for field, value in {**checked, "stop_token_ids": stops}.items():
+            object.__setattr__(self, field, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +92,7 @@ class Request:
     max_new_tokens: int
 
     @property
-    def max_len(self) -> int:
+    def max_num_tokens(self) -> int:
         """Tokens of prompt and output together, at most."""
         return len(self.prompt_token_ids) + self.max_new_tokens
 
@@ -97,6 +105,7 @@ def make_request(
     vocab_size: int,
     max_model_len: int,
     default_seed: int,
+    name: str = "the prompt",
 ) -> Request:
     """Check one prompt and resolve its parameters.
 
@@ -107,27 +116,32 @@ def make_request(
       vocab_size: of the model.
       max_model_len: the most tokens of prompt and output together.
       default_seed: used when `params` has none.
+      name: what messages call the prompt, such as ``"prompts[3]"``.
 
     Raises:
-      RequestError: an empty prompt, an id out of range, or a prompt that leaves no room for a token.
+      RequestError: an empty prompt, an id out of range, a prompt that leaves no room for a token, or more log-probabilities than tokens.
     """
     try:
-        ids = tuple(_integer("a prompt's token id", i) for i in prompt_token_ids)
+        ids = tuple(integer(f"a token id of {name}", i) for i in prompt_token_ids)
     except TypeError:
-        raise RequestError(f"a prompt is {prompt_token_ids!r}; it must be a sequence of token ids") from None
+        raise RequestError(f"{name} is {prompt_token_ids!r}; it must be a sequence of token ids") from None
     if not ids:
-        raise RequestError("a prompt is empty; it needs at least one token")
+        raise RequestError(f"{name} is empty; it needs at least one token")
     for position, token in enumerate(ids):
         if not 0 <= token < vocab_size:
-            raise RequestError(f"token id {token} at position {position} of a prompt is out of range; ids are 0 to {vocab_size - 1}")
+            raise RequestError(f"token id {token} at position {position} of {name} is out of range; ids are 0 to {vocab_size - 1}")
     if len(ids) >= max_model_len:
-        raise RequestError(f"a prompt has {len(ids)} tokens; with max_model_len {max_model_len} it may have at most {max_model_len - 1}")
+        raise RequestError(f"{name} has {len(ids)} tokens; with max_model_len {max_model_len} it may have at most {max_model_len - 1}")
+    if params.logprobs is not None and params.logprobs > vocab_size:
+        raise RequestError(f"logprobs is {params.logprobs}; the vocabulary has {vocab_size} tokens")
     stop = dict.fromkeys(params.stop_token_ids)
+    eos = token_ids("eos_ids", eos_ids)
     if not params.ignore_eos:
-        stop |= dict.fromkeys(eos_ids)
+        stop |= dict.fromkeys(eos)
     if params.seed is None:
         params = dataclasses.replace(params, seed=default_seed)
-    return Request(ids, params, tuple(stop), min(params.max_tokens, max_model_len - len(ids)))
+    room = max_model_len - len(ids)
+    return Request(ids, params, tuple(stop), room if params.max_tokens is None else min(params.max_tokens, room))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,16 +197,29 @@ class RequestOutput:
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+def number(name: str, value: Any) -> float:
+    """`value` as a float, NumPy's numbers included; a `RequestError` that names it unless it is a finite number."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating) or not math.isfinite(value):
         raise RequestError(f"{name} is {value!r}; it must be a finite number")
     return float(value)
 
 
-def _integer(name: str, value: Any) -> int:
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """`value` as ids that fit an int32; a `RequestError` that names it otherwise."""
+    try:
+        ids = tuple(integer(name, i) for i in value)
+    except TypeError:
+        raise RequestError(f"{name} is {value!r}; it must be a sequence of token ids") from None
+    if any(not 0 <= i <= _MAX_TOKEN_ID for i in ids):
+        raise RequestError(f"{name} is {list(ids)}; token ids are 0 to {_MAX_TOKEN_ID}")
+    return ids
+
+
+def integer(name: str, value: Any) -> int:
+    """`value` as an int, NumPy's integers included; a `RequestError` that names it for anything else."""
     # operator.index takes NumPy integers too, and refuses floats and strings.
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool | np.bool_):
             raise TypeError
         return operator.index(value)
     except TypeError:

@@ -46,7 +46,10 @@ def prompt(length: int, seed: int = 0, vocab_size: int = TINY.vocab_size) -> lis
 
 
 def dense_logits(params: Params, token_ids: Sequence[int], config: ModelConfig) -> jax.Array:
-    """Logits f32[S, V] at every position by plain causal attention over the whole sequence: no cache, no blocks, no packing."""
+    """Logits f32[S, V] at every position by plain causal attention over the whole sequence: no cache, no blocks, no packing.
+
+    Norm and rope are the model's own functions: their faults show in the comparison with transformers, not here.
+    """
     # Few lengths, few compilations: causal attention never sees the padding behind.
     ids = np.zeros(-(-len(token_ids) // 64) * 64, np.int32)
     ids[: len(token_ids)] = token_ids

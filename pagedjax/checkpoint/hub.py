@@ -9,7 +9,8 @@ from pagedjax.errors import CheckpointError
 
 # What a FolderCheckpoint and its tokenizer read; no pickles, no other frameworks' weights.
 _ALLOW = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-_IGNORE = ["*/*", "consolidated*.safetensors"]  # sub-folders hold the same weights in other formats
+# Sub-folders hold the same weights in other formats, but for further chat templates.
+_IGNORE = ["*/*.json", "*/*.safetensors", "*/*/*", "consolidated*.safetensors"]
 
 
 def download(model_id: str, revision: str | None = None) -> Path:

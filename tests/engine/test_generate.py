@@ -1,19 +1,49 @@
 """`generate()`: a ladder of equalities, exact ids in float32, and what happens at its edges."""
 
 import dataclasses
+from collections import deque
+from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pagedjax import generate
-from pagedjax.errors import RequestError
+from pagedjax import generate, generation
+from pagedjax.allocator import BlockAllocator
+from pagedjax.errors import ConfigError, RequestError
 from pagedjax.generation import Run, RunOptions
+from pagedjax.kv_cache import make_cache
 from pagedjax.request import SamplingParams, make_request
 from tests.helpers import TINY, dense_greedy, dense_logits, prompt, tiny_params, variant
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33)
 PROMPTS = [prompt(n, seed=i) for i, n in enumerate(LENGTHS)]
+
+
+class Shuffled(BlockAllocator):
+    """Gives blocks out in an order that no row would notice unless it forgot the table; remembers who got which."""
+
+    given: ClassVar[list[list[int]]] = []
+
+    def __init__(self, num_blocks):
+        super().__init__(num_blocks)
+        self._free = deque(int(i) for i in np.random.default_rng(0).permutation(self._free))
+        Shuffled.given.clear()
+
+    def allocate(self, n):
+        ids = super().allocate(n)
+        Shuffled.given.append(ids)
+        return ids
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scattered_blocks_among_nan():
+    """Every test here runs on blocks in random order, and in a cache that holds NaN wherever nothing was written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "BlockAllocator", Shuffled)
+        patch.setattr(generation, "make_cache", lambda *args: jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), make_cache(*args)))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +64,7 @@ def test_greedy_equals_dense(params, batch):
     assert batch.finish_reasons == ["length"] * len(PROMPTS)
 
 
-@pytest.mark.parametrize("row", [0, 3, 6])
+@pytest.mark.parametrize("row", range(len(LENGTHS)))
 def test_batch_equals_alone(params, batch, row):
     assert generate(params, TINY, [PROMPTS[row]], 20).token_ids == [batch.token_ids[row]]
 
@@ -75,6 +105,29 @@ def test_a_limit_for_each_prompt(params, batch):
     got = generate(params, TINY, PROMPTS, limits, options=RunOptions(window=8))
     assert got.lengths == limits
     assert got.token_ids == [ids[:n] for ids, n in zip(batch.token_ids, limits, strict=True)]
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_a_finished_row_writes_nothing(params, monkeypatch, window):
+    """Afterwards exactly the cells of computed tokens are finite: the last new token is never fed back, and nothing after an end is."""
+    caches = []
+    loop = generation._decode_loop
+
+    def spy(*args, **kwargs):
+        result = loop(*args, **kwargs)
+        caches.append(jax.device_get(result[1]))
+        return result
+
+    monkeypatch.setattr(generation, "_decode_loop", spy)
+    limits = [3, 20, 5, 20, 7, 20, 20]
+    generate(params, TINY, PROMPTS, limits, options=RunOptions(window=window))
+    pool = np.asarray(caches[-1].keys[0])
+    want = np.zeros((pool.shape[0], 16), bool)
+    for blocks, length, limit in zip(Shuffled.given, LENGTHS, limits, strict=True):
+        for position in range(length + limit - 1):
+            want[blocks[position // 16], position % 16] = True
+    for layer in (*caches[-1].keys, *caches[-1].values):
+        np.testing.assert_array_equal(np.isfinite(layer).all(axis=(1, 3)), want)
 
 
 def test_sampling_equals_alone_and_in_another_row(params):
@@ -135,6 +188,11 @@ def test_generate_through_interpreted_kernels(params):
     assert generate(params, TINY, PROMPTS[1:4], 4, options=names).token_ids == want.token_ids
 
 
+def test_numbers_of_numpy(params, batch):
+    assert generate(params, TINY, PROMPTS[:2], np.int64(3), top_k=10**12).token_ids == [ids[:3] for ids in batch.token_ids[:2]]
+    assert generate(params, TINY, np.asarray([PROMPTS[1]]), np.asarray([2])).token_ids == [batch.token_ids[1][:2]]
+
+
 def test_no_prompts(params):
     assert generate(params, TINY, []).token_ids == []
 
@@ -142,15 +200,16 @@ def test_no_prompts(params):
 @pytest.mark.parametrize(
     ("prompts", "asked", "message"),
     [
-        ([[]], {}, "a prompt is empty; it needs at least one token"),
-        ([[1], [3, 97]], {}, "token id 97 at position 1 of a prompt is out of range; ids are 0 to 96"),
+        ([[]], {}, r"prompts\[0\] is empty; it needs at least one token"),
+        ([[1], [3, 97]], {}, r"token id 97 at position 1 of prompts\[1\] is out of range; ids are 0 to 96"),
         ([[-1]], {}, "token id -1 at position 0"),
-        ([[1.5]], {}, "a prompt's token id is 1.5; it must be an integer"),
-        ([5], {}, "a prompt is 5; it must be a sequence of token ids"),
-        ([[1] * 256], {}, "a prompt has 256 tokens; with max_model_len 256 it may have at most 255"),
-        ([[1]], {"max_new_tokens": 0}, "max_tokens is 0; it must be at least 1"),
-        ([[1]], {"max_new_tokens": -3}, "max_tokens is -3"),
-        ([[1]], {"max_new_tokens": 2.0}, "max_tokens is 2.0; it must be an integer"),
+        ([[1.5]], {}, r"a token id of prompts\[0\] is 1.5; it must be an integer"),
+        ([5], {}, r"prompts\[0\] is 5; it must be a sequence of token ids"),
+        ([[1] * 256], {}, r"prompts\[0\] has 256 tokens; with max_model_len 256 it may have at most 255"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ([[1]], {"max_new_tokens": -3}, "max_new_tokens is -3"),
+        ([[1]], {"max_new_tokens": 2.0}, "max_new_tokens is 2.0; it must be an integer"),
+        ([[1]], {"eos_ids": 2}, "eos_ids is 2; it must be a sequence of token ids"),
         ([[1]], {"temperature": float("nan")}, "temperature is nan; it must be a finite number"),
         ([[1]], {"temperature": -0.1}, "temperature is -0.1; it must be 0"),
         ([[1]], {"top_p": 0.0}, "top_p is 0.0; it must be above 0 and at most 1"),
@@ -167,7 +226,7 @@ def test_bad_input_is_one_clear_error_and_the_process_goes_on(params, batch, pro
 
 
 def test_lists_of_different_lengths_are_refused(params):
-    with pytest.raises(ValueError, match="max_new_tokens has 2 entries for 1 prompts"):
+    with pytest.raises(RequestError, match="max_new_tokens has 2 entries for 1 prompts"):
         generate(params, TINY, [[1]], [1, 2])
 
 
@@ -176,12 +235,14 @@ def test_lists_of_different_lengths_are_refused(params):
     [
         (dict(window=3), "window is 3; it must be a power of two"),
         (dict(block_size=12), "block_size is 12; it must be a power of two"),
-        (dict(token_budget=0), "token_budget is 0"),
+        (dict(token_budget=0), "token_budget is 0; it must be a positive integer"),
+        (dict(window=2.0), "window is 2.0; it must be a positive integer"),
+        (dict(block_size=True), "block_size is True; it must be a positive integer"),
     ],
 )
-def test_bad_options(params, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(params, TINY, [[1, 2]], options=RunOptions(**options))
+def test_bad_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        RunOptions(**options)
 
 
 def test_grouped_heads_and_tied_embeddings():

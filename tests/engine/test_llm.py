@@ -6,8 +6,7 @@ import shutil
 
 import pytest
 
-from pagedjax import LLM, CheckpointError, RequestError, SamplingParams, UnsupportedModelError, generate
-from pagedjax.generation import RunOptions
+from pagedjax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, UnsupportedModelError, generate
 from tests.tiny_model import write_model
 
 TEXTS = ["one", "two and two", "a rather longer prompt that fills more than two blocks of cells", "x"]
@@ -120,8 +119,19 @@ def test_chat_and_streaming_chat_say_the_same(llm):
     pieces = list(llm.stream_chat(messages, dataclasses.replace(GREEDY, max_tokens=30)))
     assert "".join(pieces) == whole.outputs[0].text
     assert len(pieces) > 1
+    same = llm.chat(messages, GREEDY, chat_template_kwargs={"unused": 1}, use_tqdm=False)
+    assert same[0].outputs[0].token_ids == whole.outputs[0].token_ids[:12]
+    with pytest.raises(TypeError, match="lora_request"):
+        llm.chat(messages, GREEDY, lora_request=None)
     several = llm.chat([messages, messages], GREEDY, use_tqdm=False)
     assert [o.outputs[0].token_ids for o in several] == [whole.outputs[0].token_ids[:12]] * 2
+
+
+def test_a_stream_gives_a_sign_of_life_when_there_is_no_text(llm, monkeypatch):
+    """A reader that wants to stop must be able to even while only special tokens come."""
+    monkeypatch.setattr(type(llm.tokenizer.stream()), "step", lambda self, token: "")
+    monkeypatch.setattr(type(llm.tokenizer.stream()), "finish", lambda self: "")
+    assert list(llm.stream_chat([{"role": "user", "content": "hi"}], dataclasses.replace(GREEDY, max_tokens=20))) == ["", "", "", ""]
 
 
 def test_a_stream_can_be_left_and_the_next_one_starts_fresh(llm):
@@ -138,9 +148,42 @@ def test_the_model_s_own_defaults(folder, tmp_path):
     (copy / "generation_config.json").write_text(json.dumps(defaults))
     model = LLM(copy, dtype="bfloat16", max_model_len=64)
     assert model.default_sampling_params == SamplingParams(temperature=0.6, top_p=0.9, top_k=50)
-    assert (model.eos_token_ids, model.max_model_len, model.config.dtype) == ((3, 4), 64, "bfloat16")
-    (copy / "generation_config.json").write_text(json.dumps(defaults | {"do_sample": False}))
-    assert LLM(copy).default_sampling_params == SamplingParams(temperature=0.0)
+    # The tokenizer's own end token ends an answer too.
+    assert (model.eos_token_ids, model.max_model_len, model.config.dtype) == ((3, 4, 257), 64, "bfloat16")
+    (copy / "generation_config.json").write_text(
+        json.dumps(defaults | {"do_sample": False, "max_new_tokens": 7, "repetition_penalty": 1.0})
+    )
+    assert LLM(copy).default_sampling_params == SamplingParams(temperature=0.0, max_tokens=7)
+
+
+def test_a_tokenizer_s_end_token_alone_ends_answers(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "m")
+    (copy / "generation_config.json").unlink()
+    break_config(eos_token_id=None)(copy)
+    assert LLM(copy).eos_token_ids == (257,)
+
+
+def test_defaults_that_are_not_built_are_named(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "m")
+    (copy / "generation_config.json").write_text(json.dumps({"repetition_penalty": 1.3, "min_p": 0.0, "no_repeat_ngram_size": 2}))
+    with pytest.warns(UserWarning, match="asks for repetition_penalty=1.3, no_repeat_ngram_size=2, which is not built"):
+        LLM(copy)
+
+
+@pytest.mark.parametrize(
+    ("defaults", "message"),
+    [
+        ({"eos_token_id": "two"}, "eos_token_id is 'two'; it must be a token id or a list of them"),
+        ({"eos_token_id": [257, None]}, r"eos_token_id is \[257, None\]"),
+        ({"eos_token_id": {}}, "eos_token_id is {}"),
+        ({"temperature": -1}, "generation config: temperature is -1"),
+    ],
+)
+def test_bad_defaults_are_named(folder, tmp_path, defaults, message):
+    copy = shutil.copytree(folder, tmp_path / "m")
+    (copy / "generation_config.json").write_text(json.dumps(defaults))
+    with pytest.raises(CheckpointError, match=message):
+        LLM(copy)
 
 
 def test_the_progress_bar_counts_prompts(llm, capfd):
@@ -149,16 +192,26 @@ def test_the_progress_bar_counts_prompts(llm, capfd):
     assert "2/2" in seen.err and not seen.out
 
 
+def test_the_progress_bar_moves_as_prompts_finish(llm, outputs, capfd):
+    asked = [dataclasses.replace(GREEDY, max_tokens=n) for n in (1, 70, 140)]
+    got = llm.generate(TEXTS[:3], asked)
+    assert [len(o.outputs[0].token_ids) for o in got] == [1, 70, 140]
+    assert [o.outputs[0].token_ids[:12] for o in got[1:]] == [o.outputs[0].token_ids for o in outputs[1:3]]
+    seen = capfd.readouterr().err
+    assert "1/3" in seen and "3/3" in seen
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: m.generate(""), "a prompt is empty"),
+        (lambda m: m.generate(""), "the prompt is empty"),
         (lambda m: m.generate({"prompt_token_ids": [0, 258]}), "token id 258 at position 1"),
         (lambda m: m.generate({"prompt_token_ids": [-1]}), "token id -1 at position 0"),
-        (lambda m: m.generate("x" * 300), "a prompt has 300 tokens; with max_model_len 256 it may have at most 255"),
+        (lambda m: m.generate("x" * 300), "the prompt has 300 tokens; with max_model_len 256 it may have at most 255"),
         (lambda m: m.generate([3]), "a prompt is 3; it must be a text"),
         (lambda m: m.generate({"text": "x"}), "a prompt is {'text': 'x'}; it must be a text"),
         (lambda m: m.generate(["a", "b"], [GREEDY]), "sampling_params has 1 entries for 2 prompts"),
+        (lambda m: m.generate(["a", ""]), r"prompts\[1\] is empty"),
         (lambda m: m.chat([]), "messages is empty"),
         (lambda m: m.stream_chat([]), "messages is empty"),
     ],
@@ -208,8 +261,17 @@ def test_a_path_that_is_not_there(tmp_path):
         LLM(tmp_path / "nowhere")
 
 
-def test_bad_limits(folder):
-    with pytest.raises(ValueError, match="max_num_seqs is 0"):
-        LLM(folder, max_num_seqs=0)
-    with pytest.raises(ValueError, match="window is 5"):
-        LLM(folder, options=RunOptions(window=5))
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(max_num_seqs=0), "max_num_seqs is 0; it must be a positive integer"),
+        (dict(max_num_seqs=2.5), "max_num_seqs is 2.5"),
+        (dict(kv_cache_bytes=-5), "kv_cache_bytes is -5; it must be a positive integer"),
+        (dict(kv_cache_bytes=1e9), "kv_cache_bytes is 1000000000.0"),
+        (dict(dtype="int8"), "dtype 'int8' is not one of float32, bfloat16, float16"),
+        (dict(max_model_len=9999), "max_model_len 9999 exceeds the 256 positions"),
+    ],
+)
+def test_bad_settings(folder, asked, message):
+    with pytest.raises(ConfigError, match=message):
+        LLM(folder, **asked)

@@ -24,13 +24,13 @@ def test_plan_covers_every_token_once_in_order(lengths, budget):
     steps = plan_prefill(lengths, budget)
     computed = [0] * len(lengths)
     for chunks in steps:
-        assert sum(c.length for c in chunks) <= budget
+        assert sum(c.query_len for c in chunks) <= budget
         assert len({c.row for c in chunks}) == len(chunks)
         for c in chunks:
-            assert c.start == computed[c.row] and c.length > 0
-            computed[c.row] += c.length
+            assert c.num_computed_tokens == computed[c.row] and c.query_len > 0
+            computed[c.row] += c.query_len
     assert computed == lengths
-    assert all(sum(c.length for c in chunks) == budget for chunks in steps[:-1])
+    assert all(sum(c.query_len for c in chunks) == budget for chunks in steps[:-1])
 
 
 def test_a_budget_of_nothing_is_refused():

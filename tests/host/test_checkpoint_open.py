@@ -103,6 +103,7 @@ def test_a_hub_id(hub):
     assert repo == "owner/model-1.0"
     assert arguments["revision"] == "v2"
     wanted = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model", "chat_template.jinja"]
+    wanted += ["additional_chat_templates/tool_use.jinja"]
     others = ["pytorch_model.bin", "original/model.safetensors", "onnx/config.json", "consolidated.safetensors", "README.md", "model.py"]
     allowed = huggingface_hub.utils.filter_repo_objects(
         wanted + others,

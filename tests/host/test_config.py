@@ -1,9 +1,11 @@
 """`ModelConfig.from_hf`: every spelling that is accepted, and everything else refused by name."""
 
+import dataclasses
+
 import pytest
 
 from pagedjax.config import ModelConfig, RopeConfig
-from pagedjax.errors import UnsupportedModelError
+from pagedjax.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 LLAMA_1B = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,6 +116,19 @@ def test_chosen_dtype_and_length():
         (without(final_logit_softcapping=30.0), "final_logit_softcapping=30.0 changes the computation"),
         (without(brand_new_trick=True), "unknown key brand_new_trick=True"),
         (without(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn' is not built; built are default, linear, llama3"),
+        (without(layer_types=["full_attention", "sliding_attention"]), "layer_types=.* changes the computation"),
+        (without(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 changes"),
+        (without(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not one of float32, bfloat16, float16"),
+    ],
+)
+def test_what_is_not_built_is_named(raw, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        ModelConfig.from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
         (without(rope_scaling={"rope_type": "linear"}), r"rope_type 'linear' lacks \['factor'\]"),
         (without(rope_scaling={"rope_type": "linear", "factor": 2.0, "beta": 1}), r"rope_type 'linear' has unknown \['beta'\]"),
         (without(rope_scaling={"rope_type": "linear", "type": "llama3"}), "rope_type='linear' and type='llama3' differ"),
@@ -124,25 +139,53 @@ def test_chosen_dtype_and_length():
             "low_freq_factor 4.0 must be below high_freq_factor 4.0",
         ),
         (without(rope_parameters={"rope_type": "default"}), "both rope_parameters and rope_scaling and they differ"),
-        (without(rope_scaling={"rope_type": "default", "partial_rotary_factor": 0.5}), "partial_rotary_factor=0.5 changes"),
         (without("hidden_size"), "config.json has no 'hidden_size'"),
         (without(hidden_size="big"), "hidden_size is 'big'; it must be a positive integer"),
         (without(rms_norm_eps="tiny"), "rms_norm_eps is 'tiny'; it must be a finite number"),
         (without(num_attention_heads=0), "num_attention_heads is 0; it must be a positive integer"),
-        (without(num_key_value_heads=5), "num_heads 32 is not a multiple of num_kv_heads 5"),
-        (without(head_dim=63), "head_size 63 is odd"),
         (without(head_dim=None, hidden_size=2049), "hidden_size 2049 is not a multiple of num_attention_heads 32"),
-        (without(torch_dtype="float8_e4m3fn"), "dtype 'float8_e4m3fn' is not one of float32, bfloat16, float16"),
+        (without(tie_word_embeddings="false"), "tie_word_embeddings is 'false'; it must be true or false"),
+        (without(attention_bias="no"), "attention_bias is 'no'; it must be true or false"),
+        (without(mlp_bias=1), "mlp_bias is 1; it must be true or false"),
+        (
+            without(rope_scaling={**LLAMA_1B["rope_scaling"], "original_max_position_embeddings": 8192.5}),
+            "original_max_position_embeddings is 8192.5; it must be an integer",
+        ),
     ],
 )
-def test_what_is_not_built_is_named(raw, message):
-    with pytest.raises(UnsupportedModelError, match=message):
+def test_what_makes_no_sense_is_named(raw, message):
+    with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_hf(raw)
 
 
-def test_a_config_made_by_hand_is_checked_too():
-    with pytest.raises(UnsupportedModelError, match="num_layers is 0; it must be a positive integer"):
-        ModelConfig(10, 4, 6, 0, 2, 1, 2)
+def test_keys_that_change_nothing_are_read_over():
+    """As older checkpoints carry them: of generation, training and the tokenizer, and neutral values."""
+    old = dict(max_length=4096, max_sequence_length=2048, tokenizer_class="LlamaTokenizer", temperature=0.9, do_sample=True, prefix=None)
+    neutral = dict(is_decoder=False, layer_types=["full_attention"] * 16, task_specific_params=None, gradient_checkpointing=False)
+    assert ModelConfig.from_hf(without(**old, **neutral)) == ModelConfig.from_hf(LLAMA_1B)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_layers=0), "num_layers is 0; it must be a positive integer"),
+        (dict(num_kv_heads=3), "num_heads 2 is not a multiple of num_kv_heads 3"),
+        (dict(head_size=63), "head_size 63 is odd"),
+        (dict(rms_norm_eps=-1.0), "rms_norm_eps is -1.0; it must be a positive finite number"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps is nan"),
+        (dict(dtype="int8"), "dtype 'int8' is not one of"),
+    ],
+)
+def test_a_config_made_by_hand_is_checked_too(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(ModelConfig(10, 4, 6, 1, 2, 1, 2), **change)
+
+
+def test_rope_made_by_hand_is_checked_too():
+    with pytest.raises(UnsupportedModelError, match="rope kind 'yarn' is not built; built are default, linear, llama3"):
+        RopeConfig(kind="yarn", factor=4.0)
+    with pytest.raises(ConfigError, match="rope theta is 0; it must be a positive finite number"):
+        RopeConfig(theta=0)
 
 
 @pytest.mark.parametrize(
@@ -154,5 +197,5 @@ def test_a_config_made_by_hand_is_checked_too():
     ],
 )
 def test_bad_choices(asked, message):
-    with pytest.raises(UnsupportedModelError, match=message):
+    with pytest.raises(ConfigError, match=message):
         ModelConfig.from_hf(LLAMA_1B, **asked)
