@@ -39,6 +39,9 @@ def make_cache(config: ModelConfig, num_blocks: int, block_size: int = 16, shard
       num_blocks: usable blocks; the null block is added.
       block_size: tokens a block, a power of two.
       sharding: of each pool; by default the default device.
+
+    Raises:
+      ValueError: a size that is not positive, or a block size that is no power of two.
     """
     if block_size < 1 or block_size & (block_size - 1):
         raise ValueError(f"block_size is {block_size}; it must be a power of two")

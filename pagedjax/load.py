@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -38,15 +39,11 @@ def load_params(
     Raises:
       CheckpointError: missing, unexpected, mis-shaped or wrongly typed tensors; the message lists names.
     """
-    names = frozenset(name for name in checkpoint.names() if not name.endswith(_RECOMPUTED))
-    if config.tie_word_embeddings and "lm_head.weight" in names:
-        # Some checkpoints store the tied head a second time. It must then say the same.
-        if not np.array_equal(checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")):
-            raise CheckpointError(
-                f"{checkpoint.source}: the config ties the output head to the embedding, but lm_head.weight differs from it"
-            )
-        names -= {"lm_head.weight"}
-    check_names(names, config, checkpoint.source)
+    check_tensors(checkpoint, config)
+    # Some checkpoints store the tied head a second time. It must then say the same.
+    twice = config.tie_word_embeddings and "lm_head.weight" in checkpoint.names()
+    if twice and not np.array_equal(checkpoint.read("lm_head.weight"), checkpoint.read("model.embed_tokens.weight")):
+        raise CheckpointError(f"{checkpoint.source}: the config ties the output head to the embedding, but lm_head.weight differs from it")
     total, done = len(hf_names(config)), 0
 
     def read(name: str) -> np.ndarray:
@@ -57,10 +54,24 @@ def load_params(
             progress(done, total)
         return value
 
-    try:
-        return params_from_hf(read, config, mesh)
-    except CheckpointError as error:
-        raise error if str(error).startswith(checkpoint.source) else CheckpointError(f"{checkpoint.source}: {error}") from error
+    return params_from_hf(read, config, mesh)
+
+
+def check_tensors(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Check names, shapes and types of all tensors against the model's declaration, from the files' headers alone.
+
+    Raises:
+      CheckpointError: missing, unexpected, mis-shaped or wrongly typed tensors.
+    """
+    names = {name for name in checkpoint.names() if not name.endswith(_RECOMPUTED)}
+    if config.tie_word_embeddings:
+        names.discard("lm_head.weight")  # perhaps a second copy of the embedding
+    check_names(frozenset(names), config, checkpoint.source)
+    for name, shape in hf_names(config).items():
+        if checkpoint.shape(name) != shape:
+            raise CheckpointError(f"{checkpoint.source}: tensor {name} has shape {checkpoint.shape(name)}; the config asks for {shape}")
+        if not jnp.issubdtype(checkpoint.dtype(name), jnp.floating):
+            raise CheckpointError(f"{checkpoint.source}: tensor {name} has dtype {checkpoint.dtype(name)}; weights are floating point")
 
 
 def eos_token_ids(checkpoint: Checkpoint) -> tuple[int, ...]:

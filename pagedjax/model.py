@@ -37,7 +37,11 @@ def forward(
       logits f32[R, V] at ``inputs.logit_ids``, and the cache with this step's keys and values in it.
 
     Source: Touvron et al. 2023 (arXiv:2302.13971) and the Llama 3 report (arXiv:2407.21783); casts in the order of the
-    Hugging Face implementation, so that float32 and bfloat16 results can be compared with it.
+    Hugging Face implementation, so that float32 and bfloat16 results can be compared with it. Softmax weights stay float32,
+    where that rounds them before they meet the values.
+
+    Raises:
+      ValueError: the mesh does not divide the model.
     """
     if mesh is not None:
         check_mesh(config, mesh)

@@ -110,6 +110,9 @@ def decode_loop(
 
     Returns:
       what was sampled, each leaf with a leading axis of `num_steps`; token -1 after a row is done. Then cache and state.
+
+    Raises:
+      ValueError: `num_steps` is no positive multiple of `window`, or the mesh does not divide the model.
     """
     if num_steps < 1 or window < 1 or num_steps % window:
         raise ValueError(f"num_steps {num_steps} must be a positive multiple of window {window}")
