@@ -322,10 +322,15 @@ def _default_params(checkpoint: Checkpoint) -> SamplingParams:
 
 
 def free_cache_bytes(mesh: Mesh | None = None) -> int:
-    """Bytes that an `LLM` takes for its KV cache unless told otherwise: 4 GiB on a CPU, 90 % of the free device memory elsewhere."""
+    """Bytes that an `LLM` takes for its KV cache unless told otherwise: see `cache_share`."""
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return _CPU_CACHE_BYTES
     shards = 1 if mesh is None else mesh.size
-    return int((stats["bytes_limit"] - stats["bytes_in_use"]) * _GPU_CACHE_SHARE) * shards
+    return cache_share(stats["bytes_limit"] - stats["bytes_in_use"], device.platform) * shards
+
+
+def cache_share(free_bytes: int, platform: str) -> int:
+    """Bytes of the KV cache where `free_bytes` are left beside the weights: at most 4 GiB on a CPU, 90 % of them elsewhere."""
+    return min(free_bytes, _CPU_CACHE_BYTES) if platform == "cpu" else int(free_bytes * _GPU_CACHE_SHARE)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,10 +29,11 @@ def info(model: str | None, dtype: str, max_model_len: int | None, as_json: bool
     """
     path = resolve_model(model)
     from pagedjax.checkpoint import open_checkpoint
-    from pagedjax.load import load_config
+    from pagedjax.load import check_tensors, load_config
 
     with open_checkpoint(path) as checkpoint:
         config = load_config(checkpoint, dtype=dtype, max_model_len=max_model_len)
+        check_tensors(checkpoint, config)
         facts = facts_of(config, device_memory())
         facts["model"] = checkpoint.source
     click.echo(json.dumps(facts) if as_json else table(config, facts))
@@ -38,9 +41,10 @@ def info(model: str | None, dtype: str, max_model_len: int | None, as_json: bool
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """A device and its memory in bytes: what there is, and what is free of it."""
+    """A device and its memory in bytes: what there is, and what is free of it. `platform` is JAX's: ``"cpu"``, ``"gpu"``, ..."""
 
     name: str
+    platform: str
     total: int
     free: int
 
@@ -53,15 +57,30 @@ def device_memory() -> DeviceMemory:
     device = jax.devices()[0]
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return DeviceMemory(device.device_kind, stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
-    page = os.sysconf("SC_PAGE_SIZE")
-    return DeviceMemory(device.device_kind, page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES"))
+        return DeviceMemory(device.device_kind, device.platform, stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
+    return DeviceMemory(device.device_kind, device.platform, *machine_memory())
+
+
+def machine_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+    """Total and available bytes of this machine's memory.
+
+    Linux counts what it can take back from its caches as available; elsewhere all memory counts, for nothing portable tells.
+    """
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        available = re.search(r"^MemAvailable:\s*(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+    except OSError:
+        available = None
+    return total, total if available is None else 1024 * int(available[1])
 
 
 def facts_of(config: ModelConfig, memory: DeviceMemory) -> dict[str, Any]:
     """Everything that ``info`` says, in bytes and tokens. ``kv_tokens_that_fit`` is negative where the weights alone do not fit."""
+    from pagedjax.llm import cache_share
+
     weight_bytes = config.num_parameters * config.dtype_bytes
-    tokens = (memory.free - weight_bytes) // config.kv_bytes_per_token
+    left = memory.free - weight_bytes
+    tokens = (left if left < 0 else cache_share(left, memory.platform)) // config.kv_bytes_per_token
     return {
         "architecture": "LlamaForCausalLM",
         "config": dataclasses.asdict(config),

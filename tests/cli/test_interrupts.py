@@ -79,6 +79,24 @@ def test_generate_leaves_at_once(folder, moment, never):
     assert never not in said
 
 
+def test_chat_stops_the_answer_between_dispatches_and_goes_on(folder):
+    command = Command("chat", "--model", folder, "--max-tokens", "100")
+    command.type("Hello\n")
+    command.wait_for(PREFILL_COMPILES)
+    command.interrupt()
+    command.interrupt()
+    command.type("/help\n")
+    command.process.stdin.close()
+    command.process.stdin = None
+    code, out, said = command.end()
+    assert code == 0
+    assert "[stopping]" in said
+    stopped, helped = out.splitlines()
+    assert stopped.endswith(" [stopped]")
+    assert "Ctrl-D leaves" in helped
+    assert DECODE_COMPILES not in said  # stopped before the next dispatch
+
+
 def test_third_interrupt_leaves_chat_without_waiting(folder):
     command = Command("chat", "--model", folder, "--max-tokens", "100")
     command.type("Hello\n")

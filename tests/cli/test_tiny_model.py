@@ -2,13 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import pagedjax.checkpoint.safetensors_file
-from pagedjax.cli.info import DeviceMemory, facts_of, size
+from pagedjax.cli.info import DeviceMemory, facts_of, machine_memory, size
 from pagedjax.config import ModelConfig
-from pagedjax.llm import LLM
+from pagedjax.llm import LLM, free_cache_bytes
 from pagedjax.request import SamplingParams
+from tests.host.gguf_files import write_gguf
 from tests.tiny_model import CONFIG, write_model
 
 # Embedding (tied); q, k and v, o, MLP and two norms of the one layer; final norm.
@@ -84,10 +87,28 @@ def test_info_reads_no_weight(command, folder, monkeypatch):
 
 def test_what_fits_by_hand():
     config = ModelConfig.from_hf(CONFIG, dtype="bfloat16")  # 64 bytes of KV cache a token, 256 tokens a sequence
-    facts = facts_of(config, DeviceMemory("x", 10**6, 2 * PARAMETERS + 64 * 600))
+    facts = facts_of(config, DeviceMemory("x", "cpu", 10**6, 2 * PARAMETERS + 64 * 600))
     assert (facts["kv_tokens_that_fit"], facts["sequences_that_fit"]) == (600, 2)
-    facts = facts_of(config, DeviceMemory("x", 10**6, 2 * PARAMETERS - 500))
+    # What an LLM takes: 90 % of what is free on a GPU, at most 4 GiB on a CPU.
+    facts = facts_of(config, DeviceMemory("x", "gpu", 10**6, 2 * PARAMETERS + 64 * 1000))
+    assert (facts["kv_tokens_that_fit"], facts["sequences_that_fit"]) == (900, 3)
+    assert facts_of(config, DeviceMemory("x", "cpu", 10**12, 10**12))["kv_tokens_that_fit"] == 2**32 // 64
+    facts = facts_of(config, DeviceMemory("x", "gpu", 10**6, 2 * PARAMETERS - 500))
     assert (facts["kv_tokens_that_fit"], facts["sequences_that_fit"]) == (-8, 0)
+
+
+def test_info_says_what_an_llm_takes(command, folder):
+    facts = json.loads(command("info", folder, "--json")[1])
+    model = LLM(folder)
+    room = min(free_cache_bytes(), facts["device_free_bytes"] - facts["weight_bytes"])
+    assert facts["kv_tokens_that_fit"] == room // model.config.kv_bytes_per_token
+
+
+def test_available_memory(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal:       25000000 kB\nMemFree:         1000 kB\nMemAvailable:    2000 kB\n")
+    assert machine_memory(tmp_path / "meminfo")[1] == 2_048_000
+    total, available = machine_memory(tmp_path / "absent")  # as where there is no /proc
+    assert total == available > 10**8
 
 
 @pytest.mark.parametrize(
@@ -106,6 +127,11 @@ def test_size(num_bytes, text):
         ("no weights", "safetensors"),
         ("unknown architecture", "architecture 'MysteryForCausalLM' is not built"),
         ("not JSON", "is not valid JSON"),
+        ("missing shard", "model-00002-of-00002.safetensors"),
+        ("missing tensors", "lacks 10 tensors: model.layers.0"),
+        ("wrong shape", "tensor model.norm.weight has shape (31,); the config asks for (32,)"),
+        ("integers", "tensor model.norm.weight has dtype int8; weights are floating point"),
+        ("GGUF cut short", "m.gguf"),
     ],
 )
 def test_a_damaged_model_is_one_line(fails, tmp_path, command_name, damage, message):
@@ -119,6 +145,20 @@ def test_a_damaged_model_is_one_line(fails, tmp_path, command_name, damage, mess
             (folder / "config.json").write_text(json.dumps(CONFIG | {"architectures": ["MysteryForCausalLM"]}))
         case "not JSON":
             (folder / "config.json").write_text("{")
+        case "missing shard":
+            weights = {name: f"model-0000{1 + n % 2}-of-00002.safetensors" for n, name in enumerate(tensors(folder))}
+            (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+            (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weights}))
+        case "missing tensors":
+            save_file({"model.embed_tokens.weight": tensors(folder)["model.embed_tokens.weight"]}, folder / "model.safetensors")
+        case "wrong shape":
+            save_file(tensors(folder) | {"model.norm.weight": np.zeros(31, np.float32)}, folder / "model.safetensors")
+        case "integers":
+            save_file(tensors(folder) | {"model.norm.weight": np.zeros(32, np.int8)}, folder / "model.safetensors")
+        case "GGUF cut short":
+            whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+            folder = tmp_path / "m.gguf"
+            folder.write_bytes(whole[: len(whole) - 200])
     arguments = ("--model", str(folder), "--prompt", "Hi") if command_name == "generate" else (str(folder),)
     assert message in fails(command_name, *arguments)
 
@@ -139,6 +179,25 @@ def test_a_model_that_does_not_load_is_one_line(fails, tmp_path, damage, message
         case "too long":
             options = ["--max-model-len", "257"]
     assert message in fails("generate", "--model", str(folder), "--prompt", "Hi", *options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [("", "the prompt is empty"), ("x" * 300, "the prompt has 300 tokens; with max_model_len 256")]
+)
+def test_a_prompt_that_the_model_cannot_take_is_one_line(fails, folder, prompt, message):
+    assert message in fails("generate", "--model", folder, "--prompt", prompt)
+
+
+def test_extreme_settings(command, fails, folder):
+    code, out, _ = command(
+        "generate", "--model", folder, "--prompt", "Hi", "--top-k", "9999999999", "--temperature", "1", "--max-tokens", "3", "--json"
+    )
+    assert (code, len(json.loads(out)["token_ids"]) <= 3) == (0, True)
+    assert "temperature is 1e+300; it must be" in fails("generate", "--model", folder, "--prompt", "Hi", "--temperature", "1e300")
+
+
+def tensors(folder):
+    return load_file(folder / "model.safetensors")
 
 
 def test_the_demo_command(command, folder, monkeypatch):
