@@ -74,6 +74,12 @@ class Fake:
     def names(self):
         return frozenset(self.tensors)
 
+    def shape(self, name):
+        return self.tensors[name].shape
+
+    def dtype(self, name):
+        return self.tensors[name].dtype
+
     def read(self, name):
         self.reads.append(name)
         return self.tensors[name]
