@@ -22,3 +22,7 @@ class ConfigError(PagedjaxError, ValueError):
 
 class RequestError(PagedjaxError, ValueError):
     """A prompt or a sampling parameter is unusable. The message names the argument, the value and what would be right."""
+
+
+class EngineError(PagedjaxError, RuntimeError):
+    """A step failed on the device. The message has the cause; requests of that step are lost, the engine goes on."""

@@ -20,22 +20,13 @@ from pagedjax.config import ModelConfig
 from pagedjax.errors import ConfigError, RequestError
 from pagedjax.kv_cache import KVCache, make_cache
 from pagedjax.params import MESH_AXIS, Params
-from pagedjax.request import FinishReason, Request, SamplingParams, integer, make_request
+from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request
 from pagedjax.sampling import Sampled
 
 _STEPS_BETWEEN_REPORTS = 64
 _STATIC = ("config", "mesh", "num_logprobs", "implementation")
 _prefill_step = jax.jit(step.prefill_step, static_argnames=_STATIC, donate_argnames=("cache", "state"))
 _decode_loop = jax.jit(step.decode_loop, static_argnames=(*_STATIC, "num_steps", "window"), donate_argnames=("cache", "state"))
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural log-probability of one generated token, its rank (1 is the likeliest) and the likeliest tokens with theirs."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,3 +60,29 @@ class SamplingInputs(NamedTuple):
     sample_index: Array
     max_new_tokens: Array
     stop_token_ids: Array
+
+
+class WindowInputs(NamedTuple):
+    """A window of decode steps for `B` rows. Everything else about them is on the device.
+
+    Attributes:
+      state_ids: i32[B], their rows of `EngineState`; a value past the last row is a pad.
+      block_tables: i32[B, M], with blocks for every token that the window may compute.
+    """
+
+    state_ids: Array
+    block_tables: Array
+
+
+class MixedInputs(NamedTuple):
+    """One step of `B` decode rows and of prefill chunks.
+
+    Attributes:
+      decode: the decode rows.
+      prefill: the chunks, without decode rows.
+      sampling: of the `C` chunks; a chunk that ends its prompt takes its settings to its row of `EngineState`.
+    """
+
+    decode: WindowInputs
+    prefill: StepInputs
+    sampling: SamplingInputs

@@ -17,10 +17,10 @@ from pagedjax.allocator import blocks_for
 from pagedjax.checkpoint import Checkpoint, open_checkpoint
 from pagedjax.config import ModelConfig
 from pagedjax.errors import CheckpointError, ConfigError, RequestError
-from pagedjax.generation import GeneratedRow, Run, RunOptions, TokenLogprobs
+from pagedjax.generation import GeneratedRow, Run, RunOptions
 from pagedjax.load import eos_token_ids, load_config, load_params
 from pagedjax.params import Params
-from pagedjax.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, make_request
+from pagedjax.request import CompletionOutput, Logprob, Request, RequestOutput, SamplingParams, TokenLogprobs, make_request
 from pagedjax.text import Tokenizer
 
 Prompt = str | Mapping[str, Any]

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagedjax.errors import RequestError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort", "error"]
 _MAX_SEED = 2**32
 _MAX_LOGPROBS = 64
 _MAX_TEMPERATURE = 1e30  # still finite in float32, and flat long before
@@ -106,6 +106,7 @@ def make_request(
     max_model_len: int,
     default_seed: int,
     name: str = "the prompt",
+    limit: str | None = None,
 ) -> Request:
     """Check one prompt and resolve its parameters.
 
@@ -117,6 +118,7 @@ def make_request(
       max_model_len: the most tokens of prompt and output together.
       default_seed: used when `params` has none.
       name: what messages call the prompt, such as ``"prompts[3]"``.
+      limit: what messages call the reason for `max_model_len`; by default its own name and value.
 
     Raises:
       RequestError: an empty prompt, an id out of range, a prompt that leaves no room for a token, or more log-probabilities than tokens.
@@ -131,7 +133,8 @@ def make_request(
         if not 0 <= token < vocab_size:
             raise RequestError(f"token id {token} at position {position} of {name} is out of range; ids are 0 to {vocab_size - 1}")
     if len(ids) >= max_model_len:
-        raise RequestError(f"{name} has {len(ids)} tokens; with max_model_len {max_model_len} it may have at most {max_model_len - 1}")
+        reason = f"max_model_len {max_model_len}" if limit is None else limit
+        raise RequestError(f"{name} has {len(ids)} tokens; with {reason} it may have at most {max_model_len - 1}")
     if params.logprobs is not None and params.logprobs > vocab_size:
         raise RequestError(f"logprobs is {params.logprobs}; the vocabulary has {vocab_size} tokens")
     stop = dict.fromkeys(params.stop_token_ids)
@@ -142,6 +145,15 @@ def make_request(
         params = dataclasses.replace(params, seed=default_seed)
     room = max_model_len - len(ids)
     return Request(ids, params, tuple(stop), room if params.max_tokens is None else min(params.max_tokens, room))
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural log-probability of one generated token, its rank (1 is the likeliest) and the likeliest tokens with theirs."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclasses.dataclass(frozen=True)

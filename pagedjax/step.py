@@ -77,9 +77,9 @@ def prefill_step(
         last_token=state.last_token.at[rows].set(token, mode="drop"),
         num_computed_tokens=state.num_computed_tokens.at[rows].set(position, mode="drop"),
         num_generated=state.num_generated.at[rows].set(generated, mode="drop"),
-        done=state.done.at[rows].set(_finished(token, generated, of_rows), mode="drop"),
+        done=state.done.at[rows].set(finished(token, generated, of_rows), mode="drop"),
     )
-    return _report(logits, token, num_logprobs), cache, state
+    return report_sampled(logits, token, num_logprobs), cache, state
 
 
 def decode_loop(
@@ -95,6 +95,7 @@ def decode_loop(
     mesh: Mesh | None = None,
     num_logprobs: int | None = None,
     implementation: str | None = None,
+    report: jax.Array | None = None,
 ) -> tuple[Sampled, KVCache, RequestState]:
     """Decode up to `num_steps` tokens a row in one dispatch, leaving early when every row is done.
 
@@ -107,6 +108,7 @@ def decode_loop(
       window: steps between two looks at whether all rows are done: a look costs a GPU a round trip to the host, and skipping
         it costs up to ``window - 1`` steps without effect.
       num_logprobs: see `prefill_step`.
+      report: bool[], whether this dispatch needs log-probabilities; if not, theirs are zeros and cost nothing. ``None`` is yes.
 
     Returns:
       what was sampled, each leaf with a leading axis of `num_steps`; token -1 after a row is done. Then cache and state.
@@ -120,19 +122,19 @@ def decode_loop(
 
     def one_step(index: jax.Array, carry: tuple[KVCache, RequestState, Sampled]) -> tuple[KVCache, RequestState, Sampled]:
         cache, state, out = carry
-        inputs = _decode_inputs(state, block_tables, cache.block_size)
+        inputs = decode_inputs(state, block_tables, cache.block_size)
         logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
         token = sample(logits, sampling, state.num_computed_tokens + 1)
         live = ~state.done
         one = live.astype(jnp.int32)
         generated = state.num_generated + one
-        reported = _report(logits, token, num_logprobs)._replace(token=jnp.where(live, token, -1))
+        reported = report_sampled(logits, token, num_logprobs, report)._replace(token=jnp.where(live, token, -1))
         out = jax.tree.map(lambda buffer, leaf: lax.dynamic_update_index_in_dim(buffer, leaf, index, 0), out, reported)
         state = RequestState(
             last_token=jnp.where(live, token, state.last_token),
             num_computed_tokens=state.num_computed_tokens + one,
             num_generated=generated,
-            done=state.done | _finished(token, generated, sampling),
+            done=state.done | finished(token, generated, sampling),
         )
         return cache, state, out
 
@@ -152,7 +154,7 @@ def decode_loop(
     return out, cache, state
 
 
-def _decode_inputs(state: RequestState, block_tables: jax.Array, block_size: int) -> StepInputs:
+def decode_inputs(state: RequestState, block_tables: jax.Array, block_size: int) -> StepInputs:
     """The step that computes each live row's newest token."""
     num_rows, width = block_tables.shape
     position = jnp.where(state.done, 0, state.num_computed_tokens)
@@ -172,24 +174,28 @@ def _decode_inputs(state: RequestState, block_tables: jax.Array, block_size: int
     )
 
 
-def _finished(token: jax.Array, generated: jax.Array, sampling: SamplingInputs) -> jax.Array:
+def finished(token: jax.Array, generated: jax.Array, sampling: SamplingInputs) -> jax.Array:
+    """Which rows end with `token`, their `generated`-th new one: bool[B]."""
     stopped = jnp.any(token[:, None] == sampling.stop_token_ids, axis=-1)
     return stopped | (generated >= sampling.max_new_tokens)
 
 
-def _report(logits: jax.Array, token: jax.Array, num_logprobs: int | None) -> Sampled:
-    return Sampled(token) if num_logprobs is None else log_probabilities(logits, token, num_logprobs)
+def report_sampled(logits: jax.Array, token: jax.Array, num_logprobs: int | None, report: jax.Array | None = None) -> Sampled:
+    """`token` with its log-probabilities where they are asked for; see `decode_loop`."""
+    if num_logprobs is None:
+        return Sampled(token)
+    if report is None:
+        return log_probabilities(logits, token, num_logprobs)
+    return lax.cond(report, lambda: log_probabilities(logits, token, num_logprobs), lambda: _nothing(token, num_logprobs))
+
+
+def _nothing(token: jax.Array, num_logprobs: int) -> Sampled:
+    """`token` without anything about it; the same arrays as of `log_probabilities`."""
+    top = (*token.shape, num_logprobs)
+    zero, none = jnp.zeros(token.shape, jnp.float32), jnp.zeros(token.shape, jnp.int32)
+    return Sampled(token, zero, none, jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32))
 
 
 def _buffers(num_steps: int, num_rows: int, num_logprobs: int | None) -> Sampled:
     token = jnp.full((num_steps, num_rows), -1, jnp.int32)
-    if num_logprobs is None:
-        return Sampled(token)
-    top = (num_steps, num_rows, num_logprobs)
-    return Sampled(
-        token,
-        jnp.zeros((num_steps, num_rows), jnp.float32),
-        jnp.zeros((num_steps, num_rows), jnp.int32),
-        jnp.zeros(top, jnp.int32),
-        jnp.zeros(top, jnp.float32),
-    )
+    return Sampled(token) if num_logprobs is None else _nothing(token, num_logprobs)

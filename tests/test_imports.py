@@ -15,9 +15,24 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-HOST = ("errors", "config", "inputs", "request", "allocator", "batch", "text", "checkpoint")
-TRACED = ("kv_cache", "params", "layers", "attention", "model", "sampling", "step")
-MEETING = ("load", "generation", "llm", "cli", "__main__")
+HOST = (
+    "errors",
+    "config",
+    "inputs",
+    "request",
+    "prefix_cache",
+    "allocator",
+    "engine_config",
+    "memory",
+    "sequence",
+    "scheduler",
+    "batch",
+    "stats",
+    "text",
+    "checkpoint",
+)
+TRACED = ("kv_cache", "params", "layers", "attention", "model", "sampling", "step", "engine_step")
+MEETING = ("load", "generation", "runner", "engine", "async_engine", "llm", "cli", "__main__")
 # What the traced column may know of the host: plain values.
 SHARED_VALUES = ("errors", "config", "inputs")
 # Imported by a host module, each of these would bring JAX along.

@@ -1,0 +1,581 @@
+"""The engine: requests come and go, and the device is kept busy. Where the scheduler's decisions meet the device's steps.
+
+One round of `Engine.step`: schedule and dispatch the next step, then take the tokens of the one before. So the host works while the
+device does, and tokens come out one step late.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from pagedjax.allocator import BlockAllocator
+from pagedjax.batch import engine_inputs
+from pagedjax.config import ModelConfig
+from pagedjax.engine_config import Buckets, EngineConfig, make_buckets
+from pagedjax.errors import ConfigError, RequestError
+from pagedjax.inputs import WindowInputs
+from pagedjax.memory import DeviceMemory, num_blocks_that_fit
+from pagedjax.params import Params
+from pagedjax.prefix_cache import Hasher, hash_block
+from pagedjax.request import FinishReason, SamplingParams, TokenLogprobs, integer, make_request
+from pagedjax.runner import ModelRunner, Runner, workspace_bytes
+from pagedjax.sampling import Sampled
+from pagedjax.scheduler import ScheduledBatch, Scheduler
+from pagedjax.sequence import TokenSequence
+from pagedjax.stats import EngineStats, Meter, RequestTimes
+
+logger = logging.getLogger("pagedjax.engine")
+
+_CPU_CACHE_BYTES = 1 << 30
+_MAX_IN_FLIGHT = 2  # one step runs while the next one waits behind it
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenDelta:
+    """What a step gave to one request.
+
+    Attributes:
+      request_id: whose.
+      token_ids: new tokens, perhaps none; a final end token included.
+      logprobs: of each of them, or ``None`` when not asked for.
+      finish_reason: ``None`` while it goes on, then ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``.
+      error: what went wrong, with the reason ``"error"``.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestResult:
+    """A whole answer.
+
+    Attributes:
+      request_id: whose.
+      prompt_token_ids: what the model read.
+      token_ids: the new tokens, a final end token included.
+      finish_reason: see `TokenDelta`.
+      logprobs: of each new token, or ``None`` when not asked for.
+      num_cached_tokens: prompt tokens that were found in the prefix cache.
+      num_preemptions: how often it was computed again.
+      seed: with which it was sampled.
+      prefill_s: seconds from its arrival to its first token, waiting and compiling included; ``None`` if there was none.
+      decode_s: seconds from there to its last.
+      error: what went wrong, with the reason ``"error"``.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None
+    num_cached_tokens: int
+    num_preemptions: int
+    seed: int
+    prefill_s: float | None
+    decode_s: float
+    error: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Live:
+    """A request in the engine: its row, its times and the log-probabilities so far."""
+
+    row: TokenSequence
+    times: RequestTimes
+    stops: frozenset[int]
+    host_stops: bool
+    logprobs: list[TokenLogprobs] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flight:
+    """A dispatched step whose tokens have not been taken yet."""
+
+    batch: ScheduledBatch
+    handle: Any
+    num_decode_rows: int | None  # padded, of a mixed step; None for a window
+    report: bool
+
+
+class Engine:
+    """Continuous batching over the paged KV cache: token ids in, token ids out.
+
+    Not safe for use from several threads; `AsyncEngine` is.
+
+    Args:
+      params: the weights.
+      config: the model.
+      engine_config: limits and sizes.
+      mesh: shards weights and cache over KV heads.
+      eos_token_ids: the model's own end tokens.
+      seed: from which the seeds of requests that name none are drawn.
+      runner: runs the steps; by default the transformer of `params`. A test may pass another.
+      hasher: names blocks for the prefix cache.
+
+    Attributes:
+      max_model_len: the most tokens of prompt and answer together: what the model allows, the settings ask for and the cache holds.
+      num_kv_blocks: blocks of the KV cache.
+      buckets: the padded sizes that steps are compiled for.
+
+    Raises:
+      ConfigError: an unusable setting, or no room for a KV cache.
+    """
+
+    def __init__(
+        self,
+        params: Params | None,
+        config: ModelConfig,
+        engine_config: EngineConfig = EngineConfig(),
+        mesh: Mesh | None = None,
+        *,
+        eos_token_ids: Sequence[int] = (),
+        seed: int = 0,
+        runner: Callable[[EngineConfig, Buckets, int], Runner] | None = None,
+        hasher: Hasher = hash_block,
+    ) -> None:
+        asked = engine_config.max_model_len
+        if asked is not None and asked > config.max_model_len:
+            raise ConfigError(f"max_model_len is {asked}; the model was made for at most {config.max_model_len}")
+        length = config.max_model_len if asked is None else asked
+        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        self.buckets = make_buckets(engine_config, length, "gpu" if platform in ("gpu", "cuda") else "cpu")
+        self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, mesh)
+        self.max_model_len = min(length, self.num_kv_blocks * engine_config.block_size)
+        self.config, self.engine_config = config, engine_config
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._runner: Runner
+        if runner is None:
+            assert params is not None
+            self._runner = ModelRunner(params, config, engine_config, self.buckets, self.num_kv_blocks, mesh)
+        else:
+            self._runner = runner(engine_config, self.buckets, self.num_kv_blocks)
+        self._allocator = BlockAllocator(self.num_kv_blocks)
+        self._scheduler = Scheduler(
+            self._allocator,
+            block_size=engine_config.block_size,
+            max_num_seqs=engine_config.max_num_seqs,
+            max_blocks=self.buckets.widths[-1],
+            token_budget=engine_config.token_budget,
+            max_prefill_rows=self.buckets.prefill_rows(self.buckets.tokens[-1]),
+            window=engine_config.window,
+            prefix_caching=engine_config.enable_prefix_caching,
+            hasher=hasher,
+        )
+        self._live: dict[str, _Live] = {}
+        self._flights: collections.deque[_Flight] = collections.deque()
+        self._out: list[TokenDelta] = []
+        self._results: dict[str, RequestResult] = {}
+        self._kept: set[str] = set()
+        self._meter = Meter()
+        self._arrivals = itertools.count()
+        self._names = itertools.count()
+        self._seeds = np.random.default_rng(seed)
+        self._num_dispatches = self._table_bytes = 0
+
+    # Requests.
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: SamplingParams = SamplingParams(),
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        name: str = "the prompt",
+    ) -> str:
+        """Queue a request.
+
+        Args:
+          prompt_token_ids: at least one id.
+          sampling_params: how to continue it.
+          request_id: unique among the requests in the engine; by default a new number.
+          priority: lower ones go first; equal ones in the order in which they came.
+          cache_salt: only requests with the same salt share blocks.
+          name: what messages call the prompt.
+
+        Returns:
+          the request's id.
+
+        Raises:
+          RequestError: an unusable argument. Other requests do not notice.
+        """
+        if request_id is None:
+            request_id = next(i for i in map(str, self._names) if i not in self._live)
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id is {request_id!r}; it must be a text")
+        if request_id in self._live:
+            raise RequestError(f"request_id {request_id!r} is in use by a request that has not finished")
+        if not isinstance(cache_salt, str):
+            raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text")
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams")
+        logprobs = sampling_params.logprobs
+        if logprobs is not None and logprobs > self.engine_config.max_logprobs:
+            raise RequestError(f"logprobs is {logprobs}; the engine reports at most max_logprobs = {self.engine_config.max_logprobs}")
+        request = make_request(
+            prompt_token_ids,
+            sampling_params,
+            eos_ids=self.eos_token_ids,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            default_seed=int(self._seeds.integers(2**32)) if sampling_params.seed is None else 0,
+            name=name,
+            limit=self._limit(),
+        )
+        row = TokenSequence(request_id, request, next(self._arrivals), integer("priority", priority), cache_salt)
+        self._live[request_id] = _Live(
+            row,
+            RequestTimes(time.perf_counter()),
+            frozenset(request.stop_token_ids),
+            len(request.stop_token_ids) > self.engine_config.max_device_stop_ids,
+            None if logprobs is None else [],
+        )
+        self._scheduler.add(row)
+        return request_id
+
+    def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests, wherever they are; their blocks are free at once. An unknown or finished one is no error."""
+        for one in [request_id] if isinstance(request_id, str) else list(request_id):
+            live = self._live.get(one)
+            if live is not None:
+                self._finish(live, "abort", [])
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything to do or to give."""
+        return bool(self._live or self._flights or self._out)
+
+    # Steps.
+
+    def step(self) -> list[TokenDelta]:
+        """Dispatch the next step and take the tokens of the one before.
+
+        Returns:
+          what requests got, in no particular order; empty where the device has only just begun. A step that fails ends its
+          requests with the reason ``"error"``; nothing is raised.
+        """
+        batch = self._scheduler.schedule(drained=not self._flights)
+        if batch is None and self._flights:
+            self._take()
+            batch = self._scheduler.schedule(drained=not self._flights)
+        if batch is not None:
+            self._dispatch(batch)
+        while self._flights and (batch is None or len(self._flights) >= _MAX_IN_FLIGHT):
+            self._take()
+        out, self._out = self._out, []
+        return out
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestResult]:
+        """Answer all prompts, those of other requests in the engine going on beside them.
+
+        Args:
+          prompts: lists of token ids.
+          sampling_params: for all prompts, or one for each.
+          use_tqdm: show a progress bar on standard error.
+
+        Returns:
+          one `RequestResult` a prompt, in order. Where a step failed, its requests have the reason ``"error"``.
+
+        Raises:
+          RequestError: an unusable prompt or parameter. None of the prompts is queued then.
+        """
+        each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+        if len(each) != len(prompts):
+            raise RequestError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
+        ids: list[str] = []
+        others: list[TokenDelta] = []
+        try:
+            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
+                ids.append(self.add_request(prompt, params, name=f"prompts[{index}]" if len(prompts) > 1 else "the prompt"))
+            mine = set(ids)
+            self._kept |= mine
+            left = len(mine)
+            with tqdm(total=len(ids), desc="Generating", unit="prompt", disable=not use_tqdm) as bar:
+                while left:
+                    for delta in self.step():
+                        if delta.request_id not in mine:
+                            others.append(delta)
+                        elif delta.finish_reason is not None:
+                            left -= 1
+                            bar.update()
+            return [self._results[i] for i in ids]
+        finally:
+            self.abort(ids)  # of an interrupted call; those that finished are gone
+            mine = set(ids)
+            self._kept -= mine
+            self._out = [*others, *(delta for delta in self._out if delta.request_id not in mine)]
+            for one in ids:
+                self._results.pop(one, None)
+
+    def warmup(self, *, use_tqdm: bool = True) -> None:
+        """Compile every step that the engine may run, so that no request waits for it.
+
+        Compiled steps are kept in JAX's persistent cache where one is set (`jax_compilation_cache_dir`), however quick they were to
+        compile: the next start reads them from there.
+
+        Args:
+          use_tqdm: show a progress bar on standard error.
+        """
+        with tqdm(total=self.buckets.num_executables, desc="Compiling", unit="step", disable=not use_tqdm) as bar:
+            for name in self._runner.warmup():
+                logger.debug("compiled %s", name)
+                bar.update()
+
+    def update_params(self, params: Params) -> None:
+        """Go on with other weights of the same shapes; nothing is copied.
+
+        Requests in flight keep the tokens that they have given out and are computed again under the new weights, and blocks of the old ones
+        are never found again.
+
+        Raises:
+          ConfigError: other names, shapes or dtypes. Nothing has changed then.
+        """
+        while self._flights:
+            self._take()
+        self._runner.update_params(params)
+        self._scheduler.preempt_all()
+        self._scheduler.new_weights()
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now and has done so far."""
+        scheduler, allocator = self._scheduler, self._allocator
+        counts = scheduler.stats
+        now = time.perf_counter()
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preempted=scheduler.num_preempted,
+            num_preemptions=counts.num_preemptions,
+            num_finished=counts.num_finished,
+            num_free_blocks=allocator.num_free,
+            num_used_blocks=allocator.num_used,
+            num_cached_blocks=allocator.num_cached,
+            prefix_hit_rate=counts.num_cached_tokens / counts.num_prompt_tokens if counts.num_prompt_tokens else 0.0,
+            num_prompt_tokens=counts.num_prompt_tokens,
+            num_cached_tokens=counts.num_cached_tokens,
+            num_generated_tokens=self._meter.num_generated_tokens,
+            tokens_per_s=self._meter.tokens_per_s(now),
+            time_to_first_token_s=self._meter.time_to_first_token_s(),
+            time_per_token_s=self._meter.time_per_token_s(),
+            num_dispatches=self._num_dispatches,
+            num_mixed_steps=counts.num_mixed_steps,
+            num_windows=counts.num_windows,
+            num_compilations=self._runner.num_compilations,
+            table_bytes=self._table_bytes,
+        )
+
+    def _limit(self) -> str:
+        """What `max_model_len` comes from, for a message."""
+        cells = self.num_kv_blocks * self.engine_config.block_size
+        if self.max_model_len < cells:
+            return f"max_model_len {self.max_model_len}"
+        return f"a KV cache of {self.num_kv_blocks} blocks of {self.engine_config.block_size} tokens"
+
+    def _dispatch(self, batch: ScheduledBatch) -> None:
+        rows = (*batch.decodes, *(chunk.sequence for chunk in batch.prefills))
+        report = any(row.request.params.logprobs is not None for row in rows)
+        settings = self.engine_config
+        inputs = engine_inputs(
+            batch,
+            self._scheduler.tables,
+            self.buckets,
+            block_size=settings.block_size,
+            window=settings.window,
+            num_stops=settings.max_device_stop_ids,
+        )
+        window = inputs if isinstance(inputs, WindowInputs) else inputs.decode
+        try:
+            handle = self._runner.dispatch(inputs, report=report)
+        except Exception as error:  # noqa: BLE001 (whatever the device reports: its requests fail, not the engine)
+            self._fail(batch, error)
+            return
+        self._num_dispatches += 1
+        self._table_bytes += window.state_ids.nbytes + window.block_tables.nbytes
+        if not isinstance(inputs, WindowInputs):
+            self._table_bytes += inputs.prefill.prefill_block_tables.nbytes
+        self._flights.append(_Flight(batch, handle, None if window is inputs else len(window.state_ids), report))
+
+    def _take(self) -> None:
+        """Bring the tokens of the oldest dispatch to their requests."""
+        flight = self._flights.popleft()
+        try:
+            sampled = self._runner.fetch(flight.handle, report=flight.report)
+        except Exception as error:  # noqa: BLE001 (a step may fail while it runs, and says so only now)
+            self._fail(flight.batch, error)
+            return
+        batch, now = flight.batch, time.perf_counter()
+        if flight.num_decode_rows is None:
+            token = sampled.token
+            counts = (token >= 0).sum(axis=0).tolist()
+            columns = token.T.tolist()
+            for index, (row, expected) in enumerate(zip(batch.decodes, batch.num_tokens, strict=True)):
+                self._give(row, expected, columns[index][: counts[index]], now, sampled if flight.report else None, index)
+            return
+        tokens = sampled.token.tolist()
+        whole = jax.tree.map(lambda leaf: leaf[None], sampled) if flight.report else None
+        places = [(row, i) for i, row in enumerate(batch.decodes)]
+        places += [(chunk.sequence, flight.num_decode_rows + i) for i, chunk in enumerate(batch.prefills) if chunk.is_last]
+        for row, index in places:
+            self._give(row, 1, tokens[index : index + 1] if tokens[index] >= 0 else [], now, whole, index)
+
+    def _give(self, row: TokenSequence, expected: int, token_ids: list[int], now: float, sampled: Sampled | None, index: int) -> None:
+        """Tokens for one row of a dispatch; it may have been aborted meanwhile."""
+        live = self._live.get(row.request_id)
+        if live is None or live.row is not row:
+            return
+        if live.host_stops:
+            end = next((i for i, token in enumerate(token_ids) if token in live.stops), None)
+            token_ids = token_ids if end is None else token_ids[: end + 1]
+        self._scheduler.update(row, expected, token_ids)
+        if not token_ids:
+            return  # it ended in the dispatch before, whose tokens came first
+        if live.times.first_token_s is None:
+            live.times.first_token_s = now
+        live.times.finished_s = now
+        self._meter.tokens(now, len(token_ids))
+        logprobs = None
+        if live.logprobs is not None:
+            assert sampled is not None
+            num_top = row.request.params.logprobs or 0
+            logprobs = [token_logprobs(sampled, i, index, num_top) for i in range(len(token_ids))]
+            live.logprobs.extend(logprobs)
+        if token_ids[-1] in live.stops:
+            self._finish(live, "stop", token_ids, logprobs)
+        elif row.num_new_tokens >= row.request.max_new_tokens:
+            self._finish(live, "length", token_ids, logprobs)
+        else:
+            self._out.append(TokenDelta(row.request_id, token_ids, logprobs, None))
+
+    def _finish(
+        self,
+        live: _Live,
+        reason: FinishReason,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs] | None = None,
+        error: str | None = None,
+    ) -> None:
+        row, times = live.row, live.times
+        self._scheduler.finish(row)
+        del self._live[row.request_id]
+        self._meter.finished(times, row.num_new_tokens)
+        self._out.append(TokenDelta(row.request_id, token_ids, logprobs if live.logprobs is not None else None, reason, error))
+        first = times.time_to_first_token()
+        decode = 0.0 if times.first_token_s is None or times.finished_s is None else times.finished_s - times.first_token_s
+        if row.request_id in self._kept:
+            self._results[row.request_id] = RequestResult(
+                request_id=row.request_id,
+                prompt_token_ids=list(row.request.prompt_token_ids),
+                token_ids=row.new_token_ids,
+                finish_reason=reason,
+                logprobs=live.logprobs,
+                num_cached_tokens=row.num_cached_tokens or 0,
+                num_preemptions=row.num_preemptions,
+                seed=row.request.params.seed or 0,
+                prefill_s=first,
+                decode_s=decode,
+                error=error,
+            )
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "request_id=%s reason=%s prompt_tokens=%d cached_tokens=%d new_tokens=%d preemptions=%d first_token_s=%s decode_s=%.4f",
+                row.request_id,
+                reason,
+                len(row.request.prompt_token_ids),
+                row.num_cached_tokens or 0,
+                row.num_new_tokens,
+                row.num_preemptions,
+                "none" if first is None else f"{first:.4f}",
+                decode,
+            )
+
+    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+        """End the requests of a failed step, and make the rest able to go on."""
+        message = f"a step failed: {type(error).__name__}: {error}"
+        logger.error("%s", message, exc_info=error)
+        for row in (*batch.decodes, *(chunk.sequence for chunk in batch.prefills)):
+            live = self._live.get(row.request_id)
+            if live is not None and live.row is row:
+                self._finish(live, "error", [], None, message)
+        # Blocks that this step was to fill may have been made known already.
+        self._allocator.forget_cached()
+        while self._flights:
+            self._take()
+        if self._runner.recover():
+            self._scheduler.preempt_all()
+            self._allocator.forget_cached()
+
+
+def token_logprobs(sampled: Sampled, step: int, row: int, num_top: int) -> TokenLogprobs:
+    """What ``sampled``, leaves [W, B, ...], says of one token."""
+    assert sampled.logprob is not None and sampled.rank is not None and sampled.top_ids is not None and sampled.top_logprobs is not None
+    ids, values = sampled.top_ids[step, row, :num_top].tolist(), sampled.top_logprobs[step, row, :num_top].tolist()
+    return TokenLogprobs(float(sampled.logprob[step, row]), int(sampled.rank[step, row]), tuple(zip(ids, values, strict=True)))
+
+
+def _num_kv_blocks(params: Params | None, config: ModelConfig, settings: EngineConfig, buckets: Buckets, mesh: Mesh | None) -> int:
+    """Blocks that the settings ask for, or that fit."""
+    block_bytes = config.kv_bytes_per_token * settings.block_size
+    if settings.num_kv_blocks is not None:
+        return settings.num_kv_blocks
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if settings.kv_cache_bytes is not None or not stats or params is None:
+        asked = _CPU_CACHE_BYTES if settings.kv_cache_bytes is None else settings.kv_cache_bytes
+        num_blocks = asked // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(f"kv_cache_bytes is {asked}; a block of {settings.block_size} tokens takes {block_bytes} bytes")
+        # More than all rows can fill is of no use, but for prefixes; on a CPU it would be swept with zeros for nothing.
+        return min(num_blocks, settings.max_num_seqs * buckets.widths[-1]) if settings.kv_cache_bytes is None else num_blocks
+    shards = 1 if mesh is None else mesh.size
+    weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    memory = device_memory(stats)
+    return num_blocks_that_fit(
+        dataclasses.replace(memory, other_bytes=max(0, stats["bytes_in_use"] - weights)),
+        utilization=settings.gpu_memory_utilization,
+        weight_bytes=weights,
+        workspace_bytes=workspace_bytes(params, config, settings, buckets, mesh),
+        block_bytes=block_bytes // shards,
+    )
+
+
+def device_memory(stats: dict[str, int]) -> DeviceMemory:
+    """From JAX's memory statistics of a GPU. JAX knows its own limit only: the total is that limit over the fraction that was asked for."""
+    limit = stats["bytes_limit"]
+    return DeviceMemory(total_bytes=int(limit / xla_memory_fraction()), limit_bytes=limit)
+
+
+def xla_memory_fraction() -> float:
+    """The share of a GPU's memory that JAX takes: ``XLA_CLIENT_MEM_FRACTION``, by default three quarters."""
+    import os
+
+    text = os.environ.get("XLA_CLIENT_MEM_FRACTION") or os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or "0.75"
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise ConfigError(f"XLA_CLIENT_MEM_FRACTION is {text!r}; it must be above 0 and at most 1")
+    return value

@@ -1,0 +1,139 @@
+"""How an engine runs: limits, sizes of a step, and the padded sizes that steps are compiled for. No JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from pagedjax.allocator import blocks_for
+from pagedjax.errors import ConfigError
+
+_TOKENS_PER_PREFILL_ROW = 16  # a step of T tokens has room for T / 16 chunks: shorter ones are rare
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Settings of an `Engine`. None of them changes a token in float32.
+
+    Attributes:
+      max_num_seqs: the most requests that run side by side.
+      max_model_len: the most tokens of prompt and answer together; ``None`` for what the model was made for.
+      block_size: tokens a KV block, a power of two.
+      token_budget: the most tokens in a step, a decode row counting 1; longer prompts are cut in chunks.
+      window: decode steps in a dispatch while no prompt waits.
+      num_kv_blocks: blocks of the KV cache; ``None`` takes what the memory allows.
+      kv_cache_bytes: memory of the KV cache, where `num_kv_blocks` is not given; ``None`` takes what is left on the device.
+      gpu_memory_utilization: the share of the device's memory for weights, workspace and KV cache together.
+      enable_prefix_caching: whether requests share the blocks of equal prefixes.
+      max_logprobs: the most log-probabilities a token that a request may ask for.
+      max_device_stop_ids: stop ids a request that the device looks at; the host looks at the rest, a window later.
+      implementation: of the kernels; ``None`` picks the fastest here.
+      row_buckets: sizes of decode windows in rows; ``None`` for a default that suits the device. So are the next three.
+      mixed_row_buckets: decode rows of a step with prefill chunks.
+      token_buckets: prefill tokens of a step.
+      width_buckets: columns of the block table.
+
+    Raises:
+      ConfigError: a setting out of range; the message names it.
+    """
+
+    max_num_seqs: int = 256
+    max_model_len: int | None = None
+    block_size: int = 16
+    token_budget: int = 2048
+    window: int = 8
+    num_kv_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    max_logprobs: int = 20
+    max_device_stop_ids: int = 8
+    implementation: str | None = None
+    row_buckets: tuple[int, ...] | None = None
+    mixed_row_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+    width_buckets: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes")
+        for name in ("max_num_seqs", "block_size", "token_budget", "window", "max_device_stop_ids", *optional):
+            value = getattr(self, name)
+            if name in optional and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
+        logprobs = self.max_logprobs
+        if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 64:
+            raise ConfigError(f"max_logprobs is {logprobs!r}; it must be an integer from 0 to 64")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not math.isfinite(share) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization is {share!r}; it must be above 0 and at most 1")
+        for name in ("row_buckets", "mixed_row_buckets", "token_buckets", "width_buckets"):
+            sizes = getattr(self, name)
+            if sizes is not None and (
+                not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes) or list(sizes) != sorted(set(sizes))
+            ):
+                raise ConfigError(f"{name} is {sizes!r}; it must be positive integers, each larger than the one before")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """Padded sizes, smallest first, the largest of each large enough for everything.
+
+    Attributes:
+      rows: of a decode window.
+      mixed_rows: decode rows of a mixed step.
+      tokens: prefill tokens of a mixed step.
+      widths: columns of the block table.
+    """
+
+    rows: tuple[int, ...]
+    mixed_rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def num_executables(self) -> int:
+        """How many sizes of windows and mixed steps there are."""
+        return len(self.widths) * (len(self.rows) + len(self.mixed_rows) * len(self.tokens))
+
+    def prefill_rows(self, num_tokens: int) -> int:
+        """Chunks that a step of this many padded tokens has room for [C]."""
+        return max(1, min(self.rows[-1], num_tokens // _TOKENS_PER_PREFILL_ROW))
+
+    def prefill_size(self, num_tokens: int, num_rows: int) -> int:
+        """The smallest padded number of tokens that holds the tokens and the chunks."""
+        return next(t for t in self.tokens if t >= num_tokens and self.prefill_rows(t) >= num_rows)
+
+
+def at_least(sizes: Sequence[int], n: int) -> int:
+    """The smallest of `sizes`, in order, that is at least `n`."""
+    return next(size for size in sizes if size >= n)
+
+
+def make_buckets(config: EngineConfig, max_model_len: int, platform: str) -> Buckets:
+    """The sizes of `config`, completed by defaults.
+
+    A GPU pays little for padding and much for compiling, so it gets few sizes: at most 18. On a CPU a padded row costs what a real one
+    does, so the steps between sizes are smaller; they are compiled when they first occur.
+
+    Args:
+      config: of the engine.
+      max_model_len: the most tokens of a request.
+      platform: ``"gpu"`` or ``"cpu"``.
+    """
+    full = blocks_for(max_model_len, config.block_size)
+    if platform == "gpu":
+        ladders = dict(rows=(1, 8, 32, 128), mixed_rows=(32,), tokens=(256,), widths=(512,))
+    else:
+        ladders = dict(rows=(1, 4, 16, 64, 256), mixed_rows=(1, 4, 16, 64, 256), tokens=(16, 64, 256, 1024), widths=(16, 64, 256, 1024))
+    asked = dict(rows=config.row_buckets, mixed_rows=config.mixed_row_buckets, tokens=config.token_buckets, widths=config.width_buckets)
+    largest = dict(rows=config.max_num_seqs, mixed_rows=config.max_num_seqs, tokens=max(config.token_budget, 16), widths=full)
+    sizes = {}
+    for name, ladder in ladders.items():
+        given = asked[name]
+        sizes[name] = (*(n for n in (ladder if given is None else given) if n < largest[name]), largest[name])
+    return Buckets(**sizes)

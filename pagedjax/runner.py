@@ -1,0 +1,276 @@
+"""The device's side of an engine: weights, cache and row state, and the compiled steps over them.
+
+A dispatch returns at once; its tokens are fetched later. Cache and state are donated from one dispatch to the next, so the device runs them
+in the order in which they were dispatched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pagedjax.config import ModelConfig
+from pagedjax.engine_config import Buckets, EngineConfig
+from pagedjax.engine_step import EngineState, decode_window, make_engine_state, mixed_step
+from pagedjax.errors import ConfigError
+from pagedjax.inputs import MixedInputs, SamplingInputs, StepInputs, WindowInputs
+from pagedjax.kv_cache import KVCache, make_cache
+from pagedjax.params import MESH_AXIS, Params
+from pagedjax.sampling import Sampled
+
+
+class Runner(Protocol):
+    """What an `Engine` needs of a device; tests pass one without a transformer in it."""
+
+    num_compilations: int
+
+    def dispatch(self, inputs: WindowInputs | MixedInputs, *, report: bool) -> Any:
+        """Start a step and return a handle for `fetch`."""
+
+    def fetch(self, handle: Any, *, report: bool) -> Sampled:
+        """Wait for a step and bring what it sampled to the host: leaves [B + C, ...] of a mixed step, [W, B, ...] of a window."""
+
+    def recover(self) -> bool:
+        """After a failed step: make the device usable again, and say whether everything in the cache was lost."""
+
+    def update_params(self, params: Any) -> None:
+        """Use other weights from the next dispatch on."""
+
+    def warmup(self) -> Iterator[str]:
+        """Compile every step, one at a time, and name each when it is done."""
+
+
+class _Traces:
+    """Counts traces of the jitted steps: one a compilation."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def of(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return step(*args, **kwargs)
+
+        return traced
+
+
+# Jitted once for all engines, so that two engines of the same shapes share what was compiled.
+_traces = _Traces()
+_STATIC = ("config", "mesh", "num_logprobs", "implementation")
+_window = jax.jit(_traces.of(decode_window), static_argnames=(*_STATIC, "num_steps", "window"), donate_argnums=(1, 2))
+_mixed = jax.jit(_traces.of(mixed_step), static_argnames=_STATIC, donate_argnums=(1, 2))
+
+
+class ModelRunner:
+    """A transformer on a device.
+
+    Args:
+      params: the weights.
+      config: the model.
+      engine_config: the engine's settings.
+      buckets: the padded sizes.
+      num_blocks: usable blocks of the cache.
+      mesh: shards weights and pools over KV heads.
+
+    Attributes:
+      num_compilations: steps compiled for this engine.
+    """
+
+    def __init__(
+        self, params: Params, config: ModelConfig, engine_config: EngineConfig, buckets: Buckets, num_blocks: int, mesh: Mesh | None = None
+    ) -> None:
+        self.num_compilations = 0
+        self._params, self._config, self._engine_config = params, config, engine_config
+        self._buckets, self._num_blocks, self._mesh = buckets, num_blocks, mesh
+        self._static = dict(config=config, mesh=mesh, num_logprobs=engine_config.max_logprobs, implementation=engine_config.implementation)
+        self._steps = dict(num_steps=engine_config.window, window=look_every(engine_config.window))
+        self._cache: KVCache = self._make_cache()
+        self._state: EngineState = self._make_state()
+
+    def dispatch(self, inputs: WindowInputs | MixedInputs, *, report: bool) -> Sampled:
+        """See `Runner`. The tokens start on their way to the host as soon as they are there."""
+        before = _traces.count
+        sampled = self._run(inputs, np.asarray(report))
+        self.num_compilations += _traces.count - before
+        for leaf in jax.tree.leaves(sampled if report else sampled.token):
+            leaf.copy_to_host_async()
+        return sampled
+
+    def fetch(self, handle: Sampled, *, report: bool) -> Sampled:
+        """See `Runner`."""
+        if not report:
+            handle = Sampled(handle.token)
+        return jax.tree.map(np.asarray, handle)
+
+    def recover(self) -> bool:
+        """See `Runner`. A step that fails after it was given the cache takes it along."""
+        arrays = jax.tree.leaves((self._cache, self._state))
+        if not any(leaf.is_deleted() for leaf in arrays) and _is_sound(arrays):
+            return False
+        del arrays
+        # Freed first: there is no room for two.
+        self._cache = self._state = None  # type: ignore[assignment]
+        self._cache, self._state = self._make_cache(), self._make_state()
+        return True
+
+    def update_params(self, params: Params) -> None:
+        """See `Runner`.
+
+        Raises:
+          ConfigError: other names, shapes or dtypes than before.
+        """
+        if str(jax.tree.structure(self._params)) != str(jax.tree.structure(params)):
+            raise ConfigError("update_params: these are weights of another architecture")
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(self._params), jax.tree.leaves(params), strict=True):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
+                name = jax.tree_util.keystr(path).lstrip(".")
+                raise ConfigError(f"update_params: {name} is {b.dtype}{list(b.shape)}; the engine runs with {a.dtype}{list(a.shape)}")
+        self._params = params
+
+    def warmup(self) -> Iterator[str]:
+        """See `Runner`. Each step runs once without rows: it writes nothing."""
+        with _keep_every_compilation():
+            for name, inputs in warmup_inputs(self._buckets, self._engine_config):
+                started = time.perf_counter()
+                jax.block_until_ready(self.dispatch(inputs, report=False))
+                yield f"{name} ({time.perf_counter() - started:.1f} s)"
+
+    def _run(self, inputs: WindowInputs | MixedInputs, report: np.ndarray) -> Sampled:
+        args = self._params, self._cache, self._state, inputs, report
+        if isinstance(inputs, WindowInputs):
+            sampled, self._cache, self._state = _window(*args, **self._static, **self._steps)
+        else:
+            sampled, self._cache, self._state = _mixed(*args, **self._static)
+        return sampled
+
+    def _make_cache(self) -> KVCache:
+        sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec(None, MESH_AXIS))
+        return make_cache(self._config, self._num_blocks, self._engine_config.block_size, sharding)
+
+    def _make_state(self) -> EngineState:
+        return make_engine_state(self._engine_config.max_num_seqs, self._engine_config.max_device_stop_ids)
+
+
+@contextlib.contextmanager
+def _keep_every_compilation() -> Iterator[None]:
+    """JAX's persistent cache by default leaves out what took less than a second to compile; together that is much of a start."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _is_sound(arrays: list[jax.Array]) -> bool:
+    """Whether the arrays really came to be: a step that failed while it ran left arrays that raise when they are waited for."""
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:  # noqa: BLE001 (whatever the device reports; the caller has the error of the step itself)
+        return False
+    return True
+
+
+def look_every(window: int) -> int:
+    """Steps between two looks at whether every row is done: a look is free on a CPU and a round trip to the host on a GPU."""
+    return 1 if jax.default_backend() == "cpu" else window
+
+
+def warmup_inputs(buckets: Buckets, config: EngineConfig) -> list[tuple[str, WindowInputs | MixedInputs]]:
+    """A step without rows of every size, with a name. Largest first: what does not fit fails at once."""
+    nobody = config.max_num_seqs
+    steps: list[tuple[str, WindowInputs | MixedInputs]] = []
+    for width in reversed(buckets.widths):
+        for num_tokens in reversed(buckets.tokens):
+            for num_rows in reversed(buckets.mixed_rows):
+                name = f"mixed step: {num_rows} rows, {num_tokens} prompt tokens, {width} blocks"
+                steps.append(
+                    (name, _no_chunks(num_rows, num_tokens, buckets.prefill_rows(num_tokens), width, nobody, config.max_device_stop_ids))
+                )
+        steps += [
+            (f"window: {num_rows} rows, {config.window} steps, {width} blocks", _no_rows(num_rows, width, nobody))
+            for num_rows in reversed(buckets.rows)
+        ]
+    return steps
+
+
+def _no_rows(num_rows: int, width: int, nobody: int) -> WindowInputs:
+    return WindowInputs(np.full(num_rows, nobody, np.int32), np.zeros((num_rows, width), np.int32))
+
+
+def _no_chunks(num_rows: int, num_tokens: int, num_chunks: int, width: int, nobody: int, num_stops: int) -> MixedInputs:
+    def zeros(*shape: int) -> np.ndarray:
+        return np.zeros(shape, np.int32)
+
+    prefill = StepInputs(
+        token_ids=zeros(num_tokens),
+        positions=zeros(num_tokens),
+        slot_mapping=zeros(num_tokens),
+        decode_block_tables=zeros(0, width),
+        decode_context_lens=zeros(0),
+        prefill_block_tables=zeros(num_chunks, width),
+        prefill_query_start_loc=zeros(num_chunks + 1),
+        prefill_context_lens=zeros(num_chunks),
+        logit_ids=zeros(num_chunks),
+        state_ids=np.full(num_chunks, nobody, np.int32),
+    )
+    floats = np.zeros(num_chunks, np.float32), np.ones(num_chunks, np.float32)
+    sampling = SamplingInputs(
+        temperature=floats[0],
+        top_k=zeros(num_chunks),
+        top_p=floats[1],
+        seed=np.zeros(num_chunks, np.uint32),
+        sample_index=zeros(num_chunks),
+        max_new_tokens=zeros(num_chunks),
+        stop_token_ids=np.full((num_chunks, num_stops), -1, np.int32),
+    )
+    return MixedInputs(_no_rows(num_rows, width, nobody), prefill, sampling)
+
+
+def workspace_bytes(params: Params, config: ModelConfig, engine_config: EngineConfig, buckets: Buckets, mesh: Mesh | None = None) -> int:
+    """Bytes of scratch and outputs of the largest mixed step and window, as the compiler reports them.
+
+    They do not depend on the size of the pool, so the steps are compiled for a small one here, with no array made.
+    """
+
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) if mesh is not None else None)
+
+    def sizes() -> tuple[KVCache, EngineState]:
+        return (
+            make_cache(config, max(64, buckets.widths[-1]), engine_config.block_size),
+            make_engine_state(engine_config.max_num_seqs, engine_config.max_device_stop_ids),
+        )
+
+    cache, state = jax.eval_shape(sizes)
+    static = dict(config=config, mesh=mesh, num_logprobs=engine_config.max_logprobs, implementation=engine_config.implementation)
+    most = 0
+    report = jax.ShapeDtypeStruct((), np.bool_)
+    steps = dict(
+        warmup_inputs(
+            dataclasses.replace(
+                buckets, rows=buckets.rows[-1:], mixed_rows=buckets.mixed_rows[-1:], tokens=buckets.tokens[-1:], widths=buckets.widths[-1:]
+            ),
+            engine_config,
+        )
+    )
+    for inputs in steps.values():
+        args = *jax.tree.map(spec, (params, cache, state, inputs)), report
+        if isinstance(inputs, WindowInputs):
+            lowered = _window.lower(*args, **static, num_steps=engine_config.window, window=look_every(engine_config.window))
+        else:
+            lowered = _mixed.lower(*args, **static)
+        analysis = lowered.compile().memory_analysis()
+        if analysis is not None:
+            most = max(most, analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
+    return most
