@@ -54,6 +54,8 @@ def _attend(
     q: jax.Array, k: jax.Array, v: jax.Array, k_pool: jax.Array, v_pool: jax.Array, inputs: StepInputs, *, implementation: str | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     num_tokens, num_kv_heads, group, head_size = q.shape
+    given = q.dtype
+    q, k, v = (x.astype(k_pool.dtype) for x in (q, k, v))  # the cache may be held in another dtype than the model
     num_decode = inputs.decode_context_lens.shape[0]
     # Write before read: the new tokens' own keys are then found through the table like all others.
     k_pool, v_pool = write_kv(k_pool, v_pool, k, v, inputs.slot_mapping, implementation=implementation)
@@ -78,4 +80,4 @@ def _attend(
             )
         )
     out = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return out.reshape(q.shape), k_pool, v_pool
+    return out.reshape(q.shape).astype(given), k_pool, v_pool

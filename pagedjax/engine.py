@@ -23,13 +23,13 @@ from tqdm import tqdm
 from pagedjax.allocator import BlockAllocator
 from pagedjax.batch import engine_inputs
 from pagedjax.config import ModelConfig
-from pagedjax.engine_config import Buckets, EngineConfig, make_buckets
+from pagedjax.engine_config import Buckets, EngineConfig, cache_dtype, kv_block_bytes, make_buckets
 from pagedjax.errors import ConfigError, RequestError
 from pagedjax.inputs import WindowInputs
-from pagedjax.memory import DeviceMemory, num_blocks_that_fit
+from pagedjax.memory import CPU_CACHE_BYTES, DeviceMemory, num_blocks_that_fit
 from pagedjax.params import Params
 from pagedjax.prefix_cache import Hasher, hash_block
-from pagedjax.request import FinishReason, SamplingParams, TokenLogprobs, integer, make_request
+from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request
 from pagedjax.runner import ModelRunner, Runner, workspace_bytes
 from pagedjax.sampling import Sampled
 from pagedjax.scheduler import ScheduledBatch, Scheduler
@@ -38,7 +38,6 @@ from pagedjax.stats import EngineStats, Meter, RequestTimes
 
 logger = logging.getLogger("pagedjax.engine")
 
-_CPU_CACHE_BYTES = 1 << 30
 _MAX_IN_FLIGHT = 2  # one step runs while the next one waits behind it
 
 
@@ -154,15 +153,17 @@ class Engine:
             raise ConfigError(f"max_model_len is {asked}; the model was made for at most {config.max_model_len}")
         length = config.max_model_len if asked is None else asked
         platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-        self.buckets = make_buckets(engine_config, length, "gpu" if platform in ("gpu", "cuda") else "cpu")
-        self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, mesh)
+        platform = "gpu" if platform in ("gpu", "cuda") else "cpu"
+        self.buckets = make_buckets(engine_config, length, platform)
+        kv_dtype = cache_dtype(engine_config.kv_cache_dtype, config.dtype, platform)
+        self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, kv_dtype, mesh)
         self.max_model_len = min(length, self.num_kv_blocks * engine_config.block_size)
         self.config, self.engine_config = config, engine_config
         self.eos_token_ids = tuple(eos_token_ids)
         self._runner: Runner
         if runner is None:
             assert params is not None
-            self._runner = ModelRunner(params, config, engine_config, self.buckets, self.num_kv_blocks, mesh)
+            self._runner = ModelRunner(params, config, engine_config, self.buckets, self.num_kv_blocks, mesh, kv_dtype)
         else:
             self._runner = runner(engine_config, self.buckets, self.num_kv_blocks)
         self._allocator = BlockAllocator(self.num_kv_blocks)
@@ -224,21 +225,10 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not finished")
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text")
-        if not isinstance(sampling_params, SamplingParams):
-            raise RequestError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams")
-        logprobs = sampling_params.logprobs
-        if logprobs is not None and logprobs > self.engine_config.max_logprobs:
-            raise RequestError(f"logprobs is {logprobs}; the engine reports at most max_logprobs = {self.engine_config.max_logprobs}")
-        request = make_request(
-            prompt_token_ids,
-            sampling_params,
-            eos_ids=self.eos_token_ids,
-            vocab_size=self.config.vocab_size,
-            max_model_len=self.max_model_len,
-            default_seed=int(self._seeds.integers(2**32)) if sampling_params.seed is None else 0,
-            name=name,
-            limit=self._limit(),
-        )
+        request = self.check_request(prompt_token_ids, sampling_params, name=name)
+        if request.params.seed is None:
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=int(self._seeds.integers(2**32))))
+        logprobs = request.params.logprobs
         row = TokenSequence(request_id, request, next(self._arrivals), integer("priority", priority), cache_salt)
         self._live[request_id] = _Live(
             row,
@@ -249,6 +239,29 @@ class Engine:
         )
         self._scheduler.add(row)
         return request_id
+
+    def check_request(self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, *, name: str = "the prompt") -> Request:
+        """What `add_request` checks of a prompt and its parameters, without queueing it.
+
+        Raises:
+          RequestError: as `add_request`.
+        """
+        if not isinstance(sampling_params, SamplingParams):
+            raise RequestError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams")
+        if sampling_params.logprobs is not None and sampling_params.logprobs > self.engine_config.max_logprobs:
+            raise RequestError(
+                f"logprobs is {sampling_params.logprobs}; this engine reports at most max_logprobs = {self.engine_config.max_logprobs}"
+            )
+        return make_request(
+            prompt_token_ids,
+            sampling_params,
+            eos_ids=self.eos_token_ids,
+            vocab_size=self.config.vocab_size,
+            max_model_len=self.max_model_len,
+            default_seed=None,
+            name=name,
+            limit=self._limit(),
+        )
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests, wherever they are; their blocks are free at once. An unknown or finished one is no error."""
@@ -287,6 +300,8 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
         *,
+        priorities: Sequence[int] | None = None,
+        cache_salts: Sequence[str] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestResult]:
         """Answer all prompts, those of other requests in the engine going on beside them.
@@ -294,6 +309,7 @@ class Engine:
         Args:
           prompts: lists of token ids.
           sampling_params: for all prompts, or one for each.
+          priorities, cache_salts: one for each prompt; see `add_request`.
           use_tqdm: show a progress bar on standard error.
 
         Returns:
@@ -305,11 +321,17 @@ class Engine:
         each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
         if len(each) != len(prompts):
             raise RequestError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
+        ranks = [0] * len(prompts) if priorities is None else list(priorities)
+        salts = [""] * len(prompts) if cache_salts is None else list(cache_salts)
+        for what, given in (("priorities", ranks), ("cache_salts", salts)):
+            if len(given) != len(prompts):
+                raise RequestError(f"{what} has {len(given)} entries for {len(prompts)} prompts")
         ids: list[str] = []
         others: list[TokenDelta] = []
         try:
-            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
-                ids.append(self.add_request(prompt, params, name=f"prompts[{index}]" if len(prompts) > 1 else "the prompt"))
+            for index, (prompt, params, rank, salt) in enumerate(zip(prompts, each, ranks, salts, strict=True)):
+                name = f"prompts[{index}]" if len(prompts) > 1 else "the prompt"
+                ids.append(self.add_request(prompt, params, priority=rank, cache_salt=salt, name=name))
             mine = set(ids)
             self._kept |= mine
             left = len(mine)
@@ -535,28 +557,39 @@ def token_logprobs(sampled: Sampled, step: int, row: int, num_top: int) -> Token
     return TokenLogprobs(float(sampled.logprob[step, row]), int(sampled.rank[step, row]), tuple(zip(ids, values, strict=True)))
 
 
-def _num_kv_blocks(params: Params | None, config: ModelConfig, settings: EngineConfig, buckets: Buckets, mesh: Mesh | None) -> int:
+def _num_kv_blocks(
+    params: Params | None, config: ModelConfig, settings: EngineConfig, buckets: Buckets, kv_dtype: str, mesh: Mesh | None
+) -> int:
     """Blocks that the settings ask for, or that fit."""
-    block_bytes = config.kv_bytes_per_token * settings.block_size
     if settings.num_kv_blocks is not None:
         return settings.num_kv_blocks
+    block_bytes = kv_block_bytes(config, settings.block_size, kv_dtype)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
+    most = settings.max_num_seqs * buckets.widths[-1]  # all that the rows can fill; more would only keep prefixes
     if settings.kv_cache_bytes is not None or not stats or params is None:
-        asked = _CPU_CACHE_BYTES if settings.kv_cache_bytes is None else settings.kv_cache_bytes
-        num_blocks = asked // block_bytes
+        asked = settings.kv_cache_bytes
+        num_blocks = min(CPU_CACHE_BYTES // block_bytes, most) if asked is None else asked // block_bytes
         if num_blocks < 1:
-            raise ConfigError(f"kv_cache_bytes is {asked}; a block of {settings.block_size} tokens takes {block_bytes} bytes")
-        # More than all rows can fill is of no use, but for prefixes; on a CPU it would be swept with zeros for nothing.
-        return min(num_blocks, settings.max_num_seqs * buckets.widths[-1]) if settings.kv_cache_bytes is None else num_blocks
+            raise ConfigError(
+                f"kv_cache_bytes is {asked or CPU_CACHE_BYTES}; a block of {settings.block_size} tokens takes {block_bytes} bytes"
+            )
+        return num_blocks
     shards = 1 if mesh is None else mesh.size
     weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     memory = device_memory(stats)
+    if memory.total_bytes * settings.gpu_memory_utilization > memory.limit_bytes:
+        logger.warning(
+            "gpu_memory_utilization is %g, but JAX keeps to %.2f GiB of this GPU's %.2f: set XLA_CLIENT_MEM_FRACTION before JAX starts",
+            settings.gpu_memory_utilization,
+            memory.limit_bytes / (1 << 30),
+            memory.total_bytes / (1 << 30),
+        )
     return num_blocks_that_fit(
         dataclasses.replace(memory, other_bytes=max(0, stats["bytes_in_use"] - weights)),
         utilization=settings.gpu_memory_utilization,
         weight_bytes=weights,
-        workspace_bytes=workspace_bytes(params, config, settings, buckets, mesh),
+        workspace_bytes=workspace_bytes(params, config, settings, buckets, kv_dtype, mesh),
         block_bytes=block_bytes // shards,
     )
 

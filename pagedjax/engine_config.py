@@ -7,9 +7,13 @@ import math
 from collections.abc import Sequence
 
 from pagedjax.allocator import blocks_for
+from pagedjax.config import ModelConfig
 from pagedjax.errors import ConfigError
 
 _TOKENS_PER_PREFILL_ROW = 16  # a step of T tokens has room for T / 16 chunks: shorter ones are rare
+
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +28,8 @@ class EngineConfig:
       window: decode steps in a dispatch while no prompt waits.
       num_kv_blocks: blocks of the KV cache; ``None`` takes what the memory allows.
       kv_cache_bytes: memory of the KV cache, where `num_kv_blocks` is not given; ``None`` takes what is left on the device.
+      kv_cache_dtype: ``"auto"``, ``"float32"``, ``"bfloat16"`` or ``"float16"``. ``"auto"`` is the model's own dtype, but for bfloat16 on a
+        CPU: XLA writes into a bfloat16 array there by converting all of it, so the cache is float32, which holds the same numbers.
       gpu_memory_utilization: the share of the device's memory for weights, workspace and KV cache together.
       enable_prefix_caching: whether requests share the blocks of equal prefixes.
       max_logprobs: the most log-probabilities a token that a request may ask for.
@@ -45,6 +51,7 @@ class EngineConfig:
     window: int = 8
     num_kv_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
@@ -65,6 +72,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
+        if self.kv_cache_dtype not in ("auto", *_ITEMSIZE):
+            raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be one of auto, {', '.join(_ITEMSIZE)}")
         logprobs = self.max_logprobs
         if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 64:
             raise ConfigError(f"max_logprobs is {logprobs!r}; it must be an integer from 0 to 64")
@@ -77,6 +86,18 @@ class EngineConfig:
                 not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes) or list(sizes) != sorted(set(sizes))
             ):
                 raise ConfigError(f"{name} is {sizes!r}; it must be positive integers, each larger than the one before")
+
+
+def cache_dtype(asked: str, model_dtype: str, platform: str) -> str:
+    """The dtype that `EngineConfig.kv_cache_dtype` means for a model of this dtype on ``"gpu"`` or ``"cpu"``."""
+    if asked != "auto":
+        return asked
+    return "float32" if platform == "cpu" and model_dtype == "bfloat16" else model_dtype
+
+
+def kv_block_bytes(config: ModelConfig, block_size: int, dtype: str) -> int:
+    """Bytes of one block, keys and values of all layers. Llama-3.2-1B (16 layers, 8 heads of 64) in bfloat16: 32,768 a token."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_size * block_size * _ITEMSIZE[dtype]
 
 
 @dataclasses.dataclass(frozen=True)

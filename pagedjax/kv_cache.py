@@ -31,7 +31,9 @@ class KVCache:
         return self.keys[0].shape[2]
 
 
-def make_cache(config: ModelConfig, num_blocks: int, block_size: int = 16, sharding: jax.sharding.Sharding | None = None) -> KVCache:
+def make_cache(
+    config: ModelConfig, num_blocks: int, block_size: int = 16, sharding: jax.sharding.Sharding | None = None, dtype: str | None = None
+) -> KVCache:
     """A cache of zeros with `num_blocks` usable blocks of `block_size` tokens.
 
     Args:
@@ -39,6 +41,7 @@ def make_cache(config: ModelConfig, num_blocks: int, block_size: int = 16, shard
       num_blocks: usable blocks; the null block is added.
       block_size: tokens a block, a power of two.
       sharding: of each pool; by default the default device.
+      dtype: of the pools; by default the model's.
 
     Raises:
       ValueError: a size that is not positive, or a block size that is no power of two.
@@ -50,6 +53,6 @@ def make_cache(config: ModelConfig, num_blocks: int, block_size: int = 16, shard
     shape = (num_blocks + 1, config.num_kv_heads, block_size, config.head_size)
 
     def pools() -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, config.dtype, device=sharding) for _ in range(config.num_layers))
+        return tuple(jnp.zeros(shape, config.dtype if dtype is None else dtype, device=sharding) for _ in range(config.num_layers))
 
     return KVCache(pools(), pools())

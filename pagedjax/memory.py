@@ -22,6 +22,15 @@ class DeviceMemory:
     other_bytes: int = 0
 
 
+CPU_CACHE_BYTES = 1 << 30
+"""The KV cache on a CPU unless told otherwise: its memory is everybody's, so not a share of it."""
+
+
+def usable_bytes(memory: DeviceMemory, utilization: float) -> int:
+    """What weights, workspace and KV cache may take together."""
+    return min(int(memory.total_bytes * utilization), memory.limit_bytes) - memory.other_bytes
+
+
 def num_blocks_that_fit(
     memory: DeviceMemory, *, utilization: float, weight_bytes: int, workspace_bytes: int, block_bytes: int, min_blocks: int = 1
 ) -> int:
@@ -41,13 +50,19 @@ def num_blocks_that_fit(
     Raises:
       ConfigError: fewer than `min_blocks` fit; the message has every number and names the knobs.
     """
-    budget = min(int(memory.total_bytes * utilization), memory.limit_bytes)
-    left = budget - weight_bytes - workspace_bytes - memory.other_bytes
-    num_blocks = left // block_bytes - 1
+    usable = usable_bytes(memory, utilization)
+    num_blocks = (usable - weight_bytes - workspace_bytes) // block_bytes - 1
     if num_blocks < min_blocks:
         total, may, limit, weights, step, other = (
             f"{n / (1 << 30):.2f}"
-            for n in (memory.total_bytes, budget, memory.limit_bytes, weight_bytes, workspace_bytes, memory.other_bytes)
+            for n in (
+                memory.total_bytes,
+                usable + memory.other_bytes,
+                memory.limit_bytes,
+                weight_bytes,
+                workspace_bytes,
+                memory.other_bytes,
+            )
         )
         raise ConfigError(
             f"{max(num_blocks, 0)} KV blocks fit and at least {min_blocks} are needed: of {total} GiB the engine may use {may} "

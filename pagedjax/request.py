@@ -81,7 +81,7 @@ class Request:
 
     Attributes:
       prompt_token_ids: at least one id.
-      params: with a seed filled in.
+      params: with a seed filled in before it runs.
       stop_token_ids: every id that ends it, the model's own included unless they are ignored.
       max_new_tokens: `params.max_tokens`, cut to the room that the model's length leaves.
     """
@@ -104,7 +104,7 @@ def make_request(
     eos_ids: Sequence[int],
     vocab_size: int,
     max_model_len: int,
-    default_seed: int,
+    default_seed: int | None,
     name: str = "the prompt",
     limit: str | None = None,
 ) -> Request:
@@ -116,7 +116,7 @@ def make_request(
       eos_ids: the model's own end tokens.
       vocab_size: of the model.
       max_model_len: the most tokens of prompt and output together.
-      default_seed: used when `params` has none.
+      default_seed: used when `params` has none; ``None`` leaves that to the caller.
       name: what messages call the prompt, such as ``"prompts[3]"``.
       limit: what messages call the reason for `max_model_len`; by default its own name and value.
 

@@ -80,17 +80,25 @@ class ModelRunner:
       buckets: the padded sizes.
       num_blocks: usable blocks of the cache.
       mesh: shards weights and pools over KV heads.
+      kv_dtype: of the cache; by default the model's.
 
     Attributes:
       num_compilations: steps compiled for this engine.
     """
 
     def __init__(
-        self, params: Params, config: ModelConfig, engine_config: EngineConfig, buckets: Buckets, num_blocks: int, mesh: Mesh | None = None
+        self,
+        params: Params,
+        config: ModelConfig,
+        engine_config: EngineConfig,
+        buckets: Buckets,
+        num_blocks: int,
+        mesh: Mesh | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         self.num_compilations = 0
         self._params, self._config, self._engine_config = params, config, engine_config
-        self._buckets, self._num_blocks, self._mesh = buckets, num_blocks, mesh
+        self._buckets, self._num_blocks, self._mesh, self._kv_dtype = buckets, num_blocks, mesh, kv_dtype
         self._static = dict(config=config, mesh=mesh, num_logprobs=engine_config.max_logprobs, implementation=engine_config.implementation)
         self._steps = dict(num_steps=engine_config.window, window=look_every(engine_config.window))
         self._cache: KVCache = self._make_cache()
@@ -154,7 +162,7 @@ class ModelRunner:
 
     def _make_cache(self) -> KVCache:
         sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec(None, MESH_AXIS))
-        return make_cache(self._config, self._num_blocks, self._engine_config.block_size, sharding)
+        return make_cache(self._config, self._num_blocks, self._engine_config.block_size, sharding, self._kv_dtype)
 
     def _make_state(self) -> EngineState:
         return make_engine_state(self._engine_config.max_num_seqs, self._engine_config.max_device_stop_ids)
@@ -237,7 +245,9 @@ def _no_chunks(num_rows: int, num_tokens: int, num_chunks: int, width: int, nobo
     return MixedInputs(_no_rows(num_rows, width, nobody), prefill, sampling)
 
 
-def workspace_bytes(params: Params, config: ModelConfig, engine_config: EngineConfig, buckets: Buckets, mesh: Mesh | None = None) -> int:
+def workspace_bytes(
+    params: Params, config: ModelConfig, engine_config: EngineConfig, buckets: Buckets, kv_dtype: str, mesh: Mesh | None = None
+) -> int:
     """Bytes of scratch and outputs of the largest mixed step and window, as the compiler reports them.
 
     They do not depend on the size of the pool, so the steps are compiled for a small one here, with no array made.
@@ -248,7 +258,7 @@ def workspace_bytes(params: Params, config: ModelConfig, engine_config: EngineCo
 
     def sizes() -> tuple[KVCache, EngineState]:
         return (
-            make_cache(config, max(64, buckets.widths[-1]), engine_config.block_size),
+            make_cache(config, max(64, buckets.widths[-1]), engine_config.block_size, dtype=kv_dtype),
             make_engine_state(engine_config.max_num_seqs, engine_config.max_device_stop_ids),
         )
 
