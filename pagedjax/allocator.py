@@ -53,6 +53,11 @@ class BlockAllocator:
         self._check_id(block_id)
         return self._counts[block_id]
 
+    def is_cached(self, block_id: int) -> bool:
+        """Whether nobody holds the block but its content can be found."""
+        self._check_id(block_id)
+        return block_id in self._cached
+
     def allocate(self, n: int) -> list[int] | None:
         """Take `n` blocks, each with one holder, or none at all: ``None`` is the ordinary answer "not now"."""
         if n < 0:

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprob
 from pagedjax.runner import ModelRunner, Runner, workspace_bytes
 from pagedjax.sampling import Sampled
 from pagedjax.scheduler import ScheduledBatch, Scheduler
-from pagedjax.sequence import TokenSequence
+from pagedjax.sequence import Status, TokenSequence
 from pagedjax.stats import EngineStats, Meter, RequestTimes
 
 logger = logging.getLogger("pagedjax.engine")
@@ -89,6 +89,52 @@ class RequestResult:
     prefill_s: float | None
     decode_s: float
     error: str | None = None
+
+
+BlockState = Literal["null", "free", "cached", "used", "shared"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestView:
+    """Where an unfinished request stands.
+
+    Attributes:
+      request_id: whose.
+      status: waiting, running or preempted.
+      num_prompt_tokens: what the model reads.
+      num_new_tokens: those that have come out so far.
+      max_new_tokens: the most that may.
+      num_computed_tokens: tokens whose keys and values the dispatched steps leave in the cache.
+      num_cached_tokens: prompt tokens that were found in the prefix cache; ``None`` before it was first admitted.
+      num_preemptions: how often it lost its blocks.
+      block_ids: physical blocks that it holds, in order.
+    """
+
+    request_id: str
+    status: Status
+    num_prompt_tokens: int
+    num_new_tokens: int
+    max_new_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int | None
+    num_preemptions: int
+    block_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """An engine between two steps, for views and for debugging. It is a copy: the engine goes on without changing it.
+
+    Attributes:
+      blocks: the state of each physical block, by its id: ``"null"`` (block 0), ``"free"``, ``"cached"`` (held by nobody, but a prefix
+        may find it), ``"used"`` (held by one request) or ``"shared"`` (by several).
+      requests: the unfinished ones in the order of their arrival.
+      stats: see `EngineStats`.
+    """
+
+    blocks: tuple[BlockState, ...]
+    requests: tuple[RequestView, ...]
+    stats: EngineStats
 
 
 @dataclasses.dataclass(eq=False)
@@ -408,6 +454,33 @@ class Engine:
             num_compilations=self._runner.num_compilations,
             table_bytes=self._table_bytes,
         )
+
+    def snapshot(self) -> Snapshot:
+        """The state of every block and of every unfinished request. Its cost grows with both; for numbers alone there is `stats`."""
+        return Snapshot(
+            blocks=("null", *(self._block_state(i) for i in range(1, self.num_kv_blocks + 1))),
+            requests=tuple(
+                RequestView(
+                    request_id=row.request_id,
+                    status=row.status,
+                    num_prompt_tokens=len(row.request.prompt_token_ids),
+                    num_new_tokens=row.num_new_tokens,
+                    max_new_tokens=row.request.max_new_tokens,
+                    num_computed_tokens=row.num_computed_tokens,
+                    num_cached_tokens=row.num_cached_tokens,
+                    num_preemptions=row.num_preemptions,
+                    block_ids=tuple(row.block_ids),
+                )
+                for row in (live.row for live in self._live.values())
+            ),
+            stats=self.stats(),
+        )
+
+    def _block_state(self, block_id: int) -> BlockState:
+        count = self._allocator.reference_count(block_id)
+        if count:
+            return "shared" if count > 1 else "used"
+        return "cached" if self._allocator.is_cached(block_id) else "free"
 
     def _limit(self) -> str:
         """What `max_model_len` comes from, for a message."""
