@@ -504,8 +504,10 @@ class Engine:
         window = inputs if isinstance(inputs, WindowInputs) else inputs.decode
         try:
             handle = self._runner.dispatch(inputs, report=report)
-        except Exception as error:  # noqa: BLE001 (whatever the device reports: its requests fail, not the engine)
+        except BaseException as error:  # (whatever the device reports: its requests fail, not the engine)
             self._fail(batch, error)
+            if not isinstance(error, Exception):
+                raise  # interrupted: the step counts as failed, as nobody knows how far it came
             return
         self._num_dispatches += 1
         self._table_bytes += window.state_ids.nbytes + window.block_tables.nbytes
@@ -515,12 +517,14 @@ class Engine:
 
     def _take(self) -> None:
         """Bring the tokens of the oldest dispatch to their requests."""
-        flight = self._flights.popleft()
+        flight = self._flights[0]  # and it stays there when the wait is interrupted
         try:
             sampled = self._runner.fetch(flight.handle, report=flight.report)
         except Exception as error:  # noqa: BLE001 (a step may fail while it runs, and says so only now)
+            self._flights.popleft()
             self._fail(flight.batch, error)
             return
+        self._flights.popleft()
         batch, now = flight.batch, time.perf_counter()
         if flight.num_decode_rows is None:
             token = sampled.token
@@ -606,7 +610,7 @@ class Engine:
                 decode,
             )
 
-    def _fail(self, batch: ScheduledBatch, error: Exception) -> None:
+    def _fail(self, batch: ScheduledBatch, error: BaseException) -> None:
         """End the requests of a failed step, and make the rest able to go on."""
         message = f"a step failed: {type(error).__name__}: {error}"
         logger.error("%s", message, exc_info=error)
