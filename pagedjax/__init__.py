@@ -8,9 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagedjax.async_engine import AsyncEngine
     from pagedjax.checkpoint import demo_model, open_checkpoint
     from pagedjax.config import ModelConfig, RopeConfig
-    from pagedjax.errors import CheckpointError, ConfigError, PagedjaxError, RequestError, UnsupportedModelError
+    from pagedjax.engine import Engine, RequestResult, TokenDelta
+    from pagedjax.engine_config import EngineConfig
+    from pagedjax.errors import CheckpointError, ConfigError, EngineError, PagedjaxError, RequestError, UnsupportedModelError
     from pagedjax.generation import GenerateResult, RunOptions, generate
     from pagedjax.inputs import SamplingInputs, StepInputs
     from pagedjax.kv_cache import KVCache, make_cache
@@ -19,12 +22,20 @@ if TYPE_CHECKING:
     from pagedjax.model import forward
     from pagedjax.params import Params, init_params, params_from_hf_dict, params_to_hf
     from pagedjax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from pagedjax.stats import EngineStats
     from pagedjax.step import RequestState, decode_loop, make_state, prefill_step
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "llm",
+    "AsyncEngine": "async_engine",
+    "Engine": "engine",
+    "RequestResult": "engine",
+    "TokenDelta": "engine",
+    "EngineConfig": "engine_config",
+    "EngineStats": "stats",
+    "EngineError": "errors",
     "ModelConfig": "config",
     "RopeConfig": "config",
     "PagedjaxError": "errors",
@@ -59,9 +70,14 @@ _HOME = {
 }
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "CheckpointError",
     "CompletionOutput",
     "ConfigError",
+    "Engine",
+    "EngineConfig",
+    "EngineError",
+    "EngineStats",
     "GenerateResult",
     "KVCache",
     "Logprob",
@@ -70,12 +86,14 @@ __all__ = [
     "Params",
     "RequestError",
     "RequestOutput",
+    "RequestResult",
     "RequestState",
     "RopeConfig",
     "RunOptions",
     "SamplingInputs",
     "SamplingParams",
     "StepInputs",
+    "TokenDelta",
     "UnsupportedModelError",
     "__version__",
     "decode_loop",

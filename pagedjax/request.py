@@ -175,7 +175,7 @@ class CompletionOutput:
       token_ids: the answer's tokens, a final end token included.
       cumulative_logprob: sum over `token_ids`, or ``None`` when log-probabilities were not asked for.
       logprobs: for each token a dict from token id to `Logprob`: the token itself and the likeliest; or ``None``.
-      finish_reason: ``"stop"`` (an end token) or ``"length"``.
+      finish_reason: ``"stop"`` (an end token), ``"length"``, ``"abort"`` (somebody ended it) or ``"error"`` (a step failed).
       stop_reason: the id in `SamplingParams.stop_token_ids` that ended it; ``None`` for a model's own end token or a length stop.
     """
 
@@ -198,7 +198,9 @@ class RequestOutput:
       prompt_token_ids: what the model read.
       outputs: the answers.
       finished: always true here: the offline interface returns whole answers.
-      metrics: seconds of the batch that this request ran in (``prefill_s``, ``decode_s``) and its seed.
+      num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+      metrics: seconds until the first token, waiting included (``prefill_s``), seconds from there (``decode_s``), and the seed.
+      error: what went wrong, where the finish reason is ``"error"``.
     """
 
     request_id: str
@@ -206,7 +208,9 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    num_cached_tokens: int | None = None
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str | None = None
 
 
 def number(name: str, value: Any) -> float:

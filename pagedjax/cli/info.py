@@ -41,12 +41,16 @@ def info(model: str | None, dtype: str, max_model_len: int | None, as_json: bool
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """A device and its memory in bytes: what there is, and what is free of it. `platform` is JAX's: ``"cpu"``, ``"gpu"``, ..."""
+    """A device and its memory in bytes. `platform` is JAX's: ``"cpu"``, ``"gpu"``, ...
+
+    `total` is what there is, `free` what is free of it, and `usable` what weights and KV cache may take together of that.
+    """
 
     name: str
     platform: str
     total: int
     free: int
+    usable: int
 
 
 def device_memory() -> DeviceMemory:
@@ -54,11 +58,19 @@ def device_memory() -> DeviceMemory:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # only asking: leave the GPU's memory to others
     import jax
 
+    from pagedjax.engine import device_memory as memory_of
+    from pagedjax.engine_config import EngineConfig
+    from pagedjax.memory import usable_bytes
+
     device = jax.devices()[0]
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return DeviceMemory(device.device_kind, device.platform, stats["bytes_limit"], stats["bytes_limit"] - stats["bytes_in_use"])
-    return DeviceMemory(device.device_kind, device.platform, *machine_memory())
+        used = stats["bytes_in_use"]
+        memory = memory_of(stats)
+        usable = usable_bytes(memory, EngineConfig().gpu_memory_utilization) - used
+        return DeviceMemory(device.device_kind, device.platform, memory.total_bytes, stats["bytes_limit"] - used, usable)
+    total, free = machine_memory()
+    return DeviceMemory(device.device_kind, device.platform, total, free, free)
 
 
 def machine_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
@@ -76,22 +88,25 @@ def machine_memory(meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
 
 def facts_of(config: ModelConfig, memory: DeviceMemory) -> dict[str, Any]:
     """Everything that ``info`` says, in bytes and tokens. ``kv_tokens_that_fit`` is negative where the weights alone do not fit."""
-    from pagedjax.llm import cache_share
+    from pagedjax.engine_config import cache_dtype, kv_block_bytes
+    from pagedjax.memory import CPU_CACHE_BYTES
 
     weight_bytes = config.num_parameters * config.dtype_bytes
-    left = memory.free - weight_bytes
-    tokens = (left if left < 0 else cache_share(left, memory.platform)) // config.kv_bytes_per_token
+    kv_bytes = kv_block_bytes(config, 1, cache_dtype("auto", config.dtype, memory.platform))
+    left = memory.usable - weight_bytes
+    tokens = (min(left, CPU_CACHE_BYTES) if memory.platform == "cpu" else left) // kv_bytes
     return {
         "architecture": "LlamaForCausalLM",
         "config": dataclasses.asdict(config),
         "parameters": config.num_parameters,
         "dtype": config.dtype,
         "weight_bytes": weight_bytes,
-        "kv_bytes_per_token": config.kv_bytes_per_token,
-        "kv_bytes_per_sequence": config.kv_bytes_per_token * config.max_model_len,
+        "kv_bytes_per_token": kv_bytes,
+        "kv_bytes_per_sequence": kv_bytes * config.max_model_len,
         "device": memory.name,
         "device_bytes": memory.total,
         "device_free_bytes": memory.free,
+        "device_usable_bytes": memory.usable,
         "kv_tokens_that_fit": tokens,
         "sequences_that_fit": max(tokens, 0) // config.max_model_len,
     }
@@ -105,7 +120,7 @@ def table(config: ModelConfig, facts: dict[str, Any]) -> str:
     extras = [name for name, on in (("attention bias", config.attention_bias), ("MLP bias", config.mlp_bias)) if on]
     head = "tied to the embedding" if config.tie_word_embeddings else "its own weights"
     if facts["kv_tokens_that_fit"] < 0:
-        missing = facts["weight_bytes"] - facts["device_free_bytes"]
+        missing = facts["weight_bytes"] - facts["device_usable_bytes"]
         fits = f"not even the weights: {size(missing)} short"
     else:
         fits = (
@@ -122,7 +137,7 @@ def table(config: ModelConfig, facts: dict[str, Any]) -> str:
         "longest sequence": f"{config.max_model_len:,} tokens",
         "parameters": f"{facts['parameters']:,}",
         "weights": f"{size(facts['weight_bytes'])} in {config.dtype}",
-        "KV cache": f"{size(config.kv_bytes_per_token)} a token, {size(facts['kv_bytes_per_sequence'])} a full sequence",
+        "KV cache": f"{size(facts['kv_bytes_per_token'])} a token, {size(facts['kv_bytes_per_sequence'])} a full sequence",
         "device": f"{facts['device']}, {size(facts['device_free_bytes'])} free of {size(facts['device_bytes'])}",
         "would fit": fits,
     }

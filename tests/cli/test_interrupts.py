@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,8 +14,8 @@ import pytest
 from tests.tiny_model import CONFIG, write_model
 
 ROOT = Path(__file__).parents[2]
-PREFILL_COMPILES, PREFILL_COMPILED = "Compiling jit(prefill_step)", "Finished XLA compilation of jit(prefill_step)"
-DECODE_COMPILES, DECODE_COMPILED = "Compiling jit(decode_loop)", "Finished XLA compilation of jit(decode_loop)"
+PREFILL_COMPILES, PREFILL_COMPILED = "Compiling jit(mixed_step)", "Finished XLA compilation of jit(mixed_step)"
+DECODE_COMPILES, DECODE_COMPILED = "Compiling jit(decode_window)", "Finished XLA compilation of jit(decode_window)"
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,15 @@ class Command:
         self.process.stdin.flush()
 
     def wait_for(self, text):
-        while line := self.process.stderr.readline():
-            self.seen.append(line)
-            if text in line:
-                return
+        too_long = threading.Timer(120, self.process.kill)
+        too_long.start()
+        try:
+            while line := self.process.stderr.readline():
+                self.seen.append(line)
+                if text in line:
+                    return
+        finally:
+            too_long.cancel()
         raise AssertionError(f"ended without {text!r}: {self.seen}")
 
     def interrupt(self):
@@ -110,7 +116,7 @@ def test_third_interrupt_leaves_chat_without_waiting(folder):
 
 def test_interrupt_while_chat_waits_for_a_line_leaves(folder):
     """Where no terminal is there to be asked at; on one, the half-typed line is dropped and the conversation goes on."""
-    command = Command("chat", "--model", folder, "--max-tokens", "2")
+    command = Command("chat", "--model", folder, "--max-tokens", "3")
     command.type("Hello\n")
     command.wait_for(DECODE_COMPILED)
     assert command.process.stdout.readline()

@@ -1,12 +1,25 @@
 """`LLM` on a whole tiny model folder: what comes back, in which order, and what is refused."""
 
 import dataclasses
+import functools
+import itertools
 import json
 import shutil
 
 import pytest
+from tqdm import tqdm
 
-from pagedjax import LLM, CheckpointError, ConfigError, RequestError, SamplingParams, UnsupportedModelError, generate
+from pagedjax import (
+    LLM,
+    CheckpointError,
+    ConfigError,
+    EngineConfig,
+    EngineError,
+    RequestError,
+    SamplingParams,
+    UnsupportedModelError,
+    generate,
+)
 from tests.tiny_model import write_model
 
 TEXTS = ["one", "two and two", "a rather longer prompt that fills more than two blocks of cells", "x"]
@@ -55,21 +68,22 @@ def test_batches_that_fit_give_the_same(folder, outputs, limits):
     assert [o.outputs[0].token_ids for o in small.generate(TEXTS, GREEDY, use_tqdm=False)] == [o.outputs[0].token_ids for o in outputs]
 
 
-def test_no_more_memory_is_asked_for_than_there_is(folder, monkeypatch):
-    import pagedjax.generation as generation
+def test_no_more_memory_is_asked_for_than_there_is(folder):
+    assert LLM(folder, kv_cache_bytes=7 * 16 * 128 - 1).engine.num_kv_blocks == 6
+    assert LLM(folder, engine_config=EngineConfig(num_kv_blocks=9)).engine.num_kv_blocks == 9
 
-    asked = []
-    make_cache = generation.make_cache
-    monkeypatch.setattr(generation, "make_cache", lambda config, blocks, *rest: asked.append(blocks) or make_cache(config, blocks, *rest))
-    for room, want in ((6, 6), (100, 8)):
-        asked.clear()
-        LLM(folder, kv_cache_bytes=room * 16 * 128).generate(TEXTS[2], GREEDY, use_tqdm=False)  # 5 blocks, which a bucket makes 8
-        assert asked == [want]
+
+def test_settings_reach_the_engine(folder):
+    config = EngineConfig(max_num_seqs=3, block_size=32, max_model_len=96)
+    engine = LLM(folder, engine_config=config, gpu_memory_utilization=0.5).engine
+    assert (engine.max_model_len, engine.engine_config.max_num_seqs, engine.engine_config.block_size) == (96, 3, 32)
+    assert engine.engine_config.gpu_memory_utilization == 0.5
+    assert LLM(folder, engine_config=config, max_num_seqs=2, max_model_len=64).engine.max_model_len == 64
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(folder):
     small = LLM(folder, kv_cache_bytes=3 * 16 * 128)
-    with pytest.raises(RequestError, match="up to 75 tokens needs 5 KV blocks; kv_cache_bytes leaves room for 3"):
+    with pytest.raises(RequestError, match=r"prompts\[2\] has 63 tokens; with a KV cache of 3 blocks of 16 tokens it may have at most 47"):
         small.generate(TEXTS, GREEDY)
     assert small.generate(TEXTS[0], GREEDY, use_tqdm=False)[0].finished
 
@@ -131,15 +145,59 @@ def test_a_stream_gives_a_sign_of_life_when_there_is_no_text(llm, monkeypatch):
     """A reader that wants to stop must be able to even while only special tokens come."""
     monkeypatch.setattr(type(llm.tokenizer.stream()), "step", lambda self, token: "")
     monkeypatch.setattr(type(llm.tokenizer.stream()), "finish", lambda self: "")
-    assert list(llm.stream_chat([{"role": "user", "content": "hi"}], dataclasses.replace(GREEDY, max_tokens=20))) == ["", "", "", ""]
+    assert list(llm.stream_chat([{"role": "user", "content": "hi"}], dataclasses.replace(GREEDY, max_tokens=20))) == [""] * 5
 
 
 def test_a_stream_can_be_left_and_the_next_one_starts_fresh(llm):
     messages = [{"role": "user", "content": "hi"}]
     stream = llm.stream_chat(messages, GREEDY)
-    next(stream)
+    while not next(stream):
+        pass
     stream.close()
     assert "".join(llm.stream_chat(messages, GREEDY)) == llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs[0].text
+
+
+def test_two_streams_read_in_turn_keep_their_own_text(llm):
+    asked = [[{"role": "user", "content": text}] for text in ("one", "two, and longer")]
+    want = [o.outputs[0].text for o in llm.chat(asked, GREEDY, use_tqdm=False)]
+    streams = [llm.stream_chat(messages, GREEDY) for messages in asked]
+    got = ["", ""]
+    for pieces in itertools.zip_longest(*streams, fillvalue=""):
+        got = [text + piece for text, piece in zip(got, pieces, strict=True)]
+    assert got == want
+    started = llm.stream_chat(asked[0], GREEDY)
+    first = next(started)
+    assert llm.generate(TEXTS[0], GREEDY, use_tqdm=False)[0].finished  # beside a stream that waits
+    assert first + "".join(started) == want[0]
+
+
+def test_prompts_share_blocks_and_salts_keep_them_apart(folder):
+    llm = LLM(folder)
+    (cold,) = llm.generate(TEXTS[2], GREEDY, use_tqdm=False)
+    (hot,) = llm.generate(TEXTS[2], GREEDY, use_tqdm=False)
+    (salted,) = llm.generate({"prompt": TEXTS[2], "cache_salt": "s"}, GREEDY, use_tqdm=False)
+    assert [o.num_cached_tokens for o in (cold, hot, salted)] == [0, 48, 0]
+    assert cold.outputs[0].token_ids == hot.outputs[0].token_ids == salted.outputs[0].token_ids
+
+
+def test_a_failed_step_is_told_and_the_next_call_works(folder, outputs):
+    llm = LLM(folder)
+    runner = llm.engine._runner
+    dispatch, failed = runner.dispatch, []
+
+    def fail_once(inputs, *, report):
+        if not failed:
+            failed.append(inputs)
+            raise RuntimeError("no more coffee")
+        return dispatch(inputs, report=report)
+
+    runner.dispatch = fail_once
+    (got,) = llm.generate(TEXTS[0], GREEDY, use_tqdm=False)
+    assert (got.outputs[0].finish_reason, got.error) == ("error", "a step failed: RuntimeError: no more coffee")
+    failed.clear()
+    with pytest.raises(EngineError, match="no more coffee"):
+        list(llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY))
+    assert llm.generate(TEXTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
 def test_the_model_s_own_defaults(folder, tmp_path):
@@ -192,7 +250,8 @@ def test_the_progress_bar_counts_prompts(llm, capfd):
     assert "2/2" in seen.err and not seen.out
 
 
-def test_the_progress_bar_moves_as_prompts_finish(llm, outputs, capfd):
+def test_the_progress_bar_moves_as_prompts_finish(llm, outputs, capfd, monkeypatch):
+    monkeypatch.setattr("pagedjax.engine.tqdm", functools.partial(tqdm, mininterval=0))  # however fast, every update is drawn
     asked = [dataclasses.replace(GREEDY, max_tokens=n) for n in (1, 70, 140)]
     got = llm.generate(TEXTS[:3], asked)
     assert [len(o.outputs[0].token_ids) for o in got] == [1, 70, 140]
