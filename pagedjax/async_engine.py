@@ -81,7 +81,7 @@ class AsyncEngine:
             while True:
                 delta = await reader.queue.get()
                 if delta is None:
-                    raise EngineError(f"the engine has stopped: {self._failure!r}" if self._failure else "the engine was closed")
+                    raise self._gone()
                 if delta.finish_reason is not None:
                     reader.ended = True
                 if delta.error is not None:
@@ -140,11 +140,14 @@ class AsyncEngine:
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         with self._wake:
             if self._closing:
-                future.set_exception(EngineError("the engine was closed"))
+                future.set_exception(self._gone())
             else:
                 self._calls.append((function, future))  # type: ignore[arg-type]
                 self._wake.notify()
         return future
+
+    def _gone(self) -> EngineError:
+        return EngineError("the engine was closed" if self._failure is None else f"the engine has stopped: {self._failure!r}")
 
     # The engine's thread.
 
@@ -159,11 +162,12 @@ class AsyncEngine:
             self._closing = True
             left, self._calls = self._calls, collections.deque()
         for _, future in left:
-            future.set_exception(EngineError(f"the engine has stopped: {self._failure!r}" if self._failure else "the engine was closed"))
-        self._engine.abort(list(self._readers))
-        for reader in self._readers.values():
+            future.set_exception(self._gone())
+        readers, self._readers = self._readers, {}
+        for reader in readers.values():
             reader.put([None])
-        self._readers.clear()
+        if self._failure is None:
+            self._engine.abort(list(readers))
 
     def _run_calls(self) -> bool:
         """Wait for something to do, and do what was asked; false when it is time to stop."""
