@@ -434,7 +434,7 @@ class Engine:
         now = time.perf_counter()
         return EngineStats(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=scheduler.num_waiting,
             num_preempted=scheduler.num_preempted,
             num_preemptions=counts.num_preemptions,
             num_finished=counts.num_finished,

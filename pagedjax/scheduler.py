@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,6 +62,47 @@ class SchedulerStats:
     num_cached_tokens: int = 0
 
 
+class WaitingQueue:
+    """Waiting sequences, the one that goes first in front. A million of them cost no more each than a few.
+
+    A sequence that is finished while it waits stays inside, unseen, until it comes to the front or there are too many of its kind.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[tuple[int, int], TokenSequence]] = []
+        self._num_finished = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._num_finished
+
+    def push(self, sequence: TokenSequence) -> None:
+        """Add a sequence; no two have the same `order`."""
+        heapq.heappush(self._heap, (sequence.order, sequence))
+
+    def first(self) -> TokenSequence | None:
+        """Who goes first; ``None`` where nobody waits."""
+        while self._heap and self._heap[0][1].status is Status.FINISHED:
+            heapq.heappop(self._heap)
+            self._num_finished -= 1
+        return self._heap[0][1] if self._heap else None
+
+    def pop(self) -> None:
+        """Take out `first()`."""
+        heapq.heappop(self._heap)
+
+    def forget_finished(self, count: int) -> None:
+        """`count` of the sequences inside have been finished."""
+        self._num_finished += count
+        if self._num_finished * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[1].status is not Status.FINISHED]
+            heapq.heapify(self._heap)
+            self._num_finished = 0
+
+    def in_order(self) -> list[TokenSequence]:
+        """All of them, sorted."""
+        return [seq for _, seq in sorted(self._heap, key=lambda entry: entry[0]) if seq.status is not Status.FINISHED]
+
+
 class Scheduler:
     """Decides one step after the other over a `BlockAllocator`.
 
@@ -92,7 +134,8 @@ class Scheduler:
         self.allocator = allocator
         self.stats = SchedulerStats()
         self.weights_version = 0
-        self.waiting: list[TokenSequence] = []  # sorted by `order`
+        self.num_preempted = 0  # of the waiting, those that lost their blocks
+        self._queue = WaitingQueue()
         self.running: list[TokenSequence] = []  # sorted by `order`
         # Row `state_id` is the block table of the sequence that runs there; unused entries name the null block.
         self.tables = np.zeros((max_num_seqs, max_blocks), np.int32)
@@ -102,18 +145,23 @@ class Scheduler:
         self._prefix_caching, self._hasher = prefix_caching, hasher
 
     @property
-    def num_preempted(self) -> int:
-        """Sequences that lost their blocks and wait to be computed again."""
-        return sum(seq.status is Status.PREEMPTED for seq in self.waiting)
+    def num_waiting(self) -> int:
+        """Sequences without blocks, the preempted ones among them."""
+        return len(self._queue)
+
+    @property
+    def waiting(self) -> list[TokenSequence]:
+        """The waiting sequences, who goes first first. Sorts them all: a view, not for every step."""
+        return self._queue.in_order()
 
     @property
     def has_work(self) -> bool:
         """Whether anything waits or runs."""
-        return bool(self.waiting or self.running)
+        return bool(self._queue or self.running)
 
     def add(self, sequence: TokenSequence) -> None:
         """Queue a sequence."""
-        bisect.insort(self.waiting, sequence, key=lambda seq: seq.order)
+        self._queue.push(sequence)
 
     def schedule(self, *, drained: bool = True) -> ScheduledBatch | None:
         """Decide the next dispatch and count it as done; ``None`` where nothing can run before more results are there.
@@ -158,11 +206,13 @@ class Scheduler:
         """Take a sequence out, wherever it is, and give its blocks back."""
         if sequence.status is Status.FINISHED:
             return
+        self.num_preempted -= sequence.status is Status.PREEMPTED
         if sequence.status is Status.RUNNING:
             self._leave(sequence)
+            sequence.status = Status.FINISHED
         else:
-            self.waiting.remove(sequence)
-        sequence.status = Status.FINISHED
+            sequence.status = Status.FINISHED
+            self._queue.forget_finished(1)
         self.stats.num_finished += 1
 
     def preempt_all(self) -> None:
@@ -240,7 +290,8 @@ class Scheduler:
     # Who comes and goes.
 
     def _first_can_start(self) -> bool:
-        return bool(self.waiting) and self._can_start(self.waiting[0], self._find(self.waiting[0]))
+        first = self._queue.first()
+        return first is not None and self._can_start(first, self._find(first))
 
     def _can_start(self, seq: TokenSequence, found: Sequence[CachedBlock]) -> bool:
         if not self._state_ids:
@@ -255,12 +306,12 @@ class Scheduler:
     def _admit(self, budget: int, num_rows: int) -> list[PrefillChunk]:
         """Start waiting sequences, first come first, each with all the blocks that its known tokens need."""
         chunks: list[PrefillChunk] = []
-        while self.waiting and budget > 0 and len(chunks) < num_rows:
-            seq = self.waiting[0]
+        while (seq := self._queue.first()) is not None and budget > 0 and len(chunks) < num_rows:
             found = self._find(seq)
             if not self._can_start(seq, found):
                 break
-            del self.waiting[0]
+            self._queue.pop()
+            self.num_preempted -= seq.status is Status.PREEMPTED
             self.allocator.share([entry.block_id for entry in found])
             ids = self.allocator.allocate(blocks_for(len(seq.token_ids), self._block_size) - len(found))
             assert ids is not None, "counted before"
@@ -287,7 +338,8 @@ class Scheduler:
         seq.num_preemptions += 1
         seq.finishes_at_preemption = finishes
         self.stats.num_preemptions += 1
-        self.add(seq)
+        self.num_preempted += 1
+        self._queue.push(seq)
 
     def _leave(self, seq: TokenSequence) -> None:
         self.running.remove(seq)
