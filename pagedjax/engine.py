@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from pagedjax.allocator import BlockAllocator
 from pagedjax.batch import engine_inputs
+from pagedjax.checkpoint.demo import cache_folder
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import Buckets, EngineConfig, cache_dtype, kv_block_bytes, make_buckets
 from pagedjax.errors import ConfigError, RequestError
@@ -398,17 +400,19 @@ class Engine:
             for one in ids:
                 self._results.pop(one, None)
 
-    def warmup(self, *, use_tqdm: bool = True) -> None:
+    def warmup(self, *, cache_dir: str | Path | None = None, use_tqdm: bool = True) -> None:
         """Compile every step that the engine may run, so that no request waits for it.
 
-        Compiled steps are kept in JAX's persistent cache where one is set (`jax_compilation_cache_dir`), however quick they were to
-        compile: the next start reads them from there.
+        Compiled steps are kept in JAX's persistent cache, however quick they were to compile: the next start reads them from there.
 
         Args:
+          cache_dir: folder of that cache. By default what JAX is set to (``jax_compilation_cache_dir``), and where it is set to nothing,
+            ``xla`` in pagedjax's cache folder (``$PAGEDJAX_CACHE``, else ``~/.cache/pagedjax``). JAX stays set to it.
           use_tqdm: show a progress bar on standard error.
         """
+        folder = cache_dir or jax.config.jax_compilation_cache_dir or cache_folder() / "xla"  # type: ignore[attr-defined]
         with tqdm(total=self.buckets.num_executables, desc="Compiling", unit="step", disable=not use_tqdm) as bar:
-            for name in self._runner.warmup():
+            for name in self._runner.warmup(Path(folder)):
                 logger.debug("compiled %s", name)
                 bar.update()
 

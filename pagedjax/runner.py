@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -44,8 +45,8 @@ class Runner(Protocol):
     def update_params(self, params: Any) -> None:
         """Use other weights from the next dispatch on."""
 
-    def warmup(self) -> Iterator[str]:
-        """Compile every step, one at a time, and name each when it is done."""
+    def warmup(self, cache_dir: Path) -> Iterator[str]:
+        """Compile every step, one at a time, and name each when it is done. What was compiled is kept in `cache_dir`."""
 
 
 class _Traces:
@@ -144,9 +145,9 @@ class ModelRunner:
                 raise ConfigError(f"update_params: {name} is {b.dtype}{list(b.shape)}; the engine runs with {a.dtype}{list(a.shape)}")
         self._params = params
 
-    def warmup(self) -> Iterator[str]:
+    def warmup(self, cache_dir: Path) -> Iterator[str]:
         """See `Runner`. Each step runs once without rows: it writes nothing."""
-        with _keep_every_compilation():
+        with _keep_every_compilation(cache_dir):
             for name, inputs in warmup_inputs(self._buckets, self._engine_config):
                 started = time.perf_counter()
                 jax.block_until_ready(self.dispatch(inputs, report=False))
@@ -169,8 +170,9 @@ class ModelRunner:
 
 
 @contextlib.contextmanager
-def _keep_every_compilation() -> Iterator[None]:
+def _keep_every_compilation(cache_dir: Path) -> Iterator[None]:
     """JAX's persistent cache by default leaves out what took less than a second to compile; together that is much of a start."""
+    jax.config.update("jax_compilation_cache_dir", str(cache_dir))
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, 0)

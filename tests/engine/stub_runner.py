@@ -166,7 +166,7 @@ class StubRunner:
     def update_params(self, params: int) -> None:
         self._weights = params
 
-    def warmup(self) -> Iterator[str]:
+    def warmup(self, cache_dir: object) -> Iterator[str]:
         for name, inputs in warmup_inputs(self._buckets, self._config):
             step = self.dispatch(inputs, report=False)
             self._run_until(step)
