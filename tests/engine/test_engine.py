@@ -239,7 +239,7 @@ def test_end_tokens(params, make, want, at):
         results = engine.generate(PROMPTS, ASKED, use_tqdm=False)
         got[window] = [(one.token_ids, one.finish_reason) for one in results]
         # Every block that is known now holds what it should: prompts that go on from the answers find them, and give the same again.
-        longer = [one.prompt_token_ids + one.token_ids for one in results]
+        longer = [one.prompt_token_ids + one.token_ids + [3, 5] for one in results]
         greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
         hot = run(engine, longer, greedy)
         assert any(again.num_cached_tokens > len(one.prompt_token_ids) for again, one in zip(hot, results, strict=True))
