@@ -181,7 +181,7 @@ class Scheduler:
             elif not drained:
                 return None
             else:
-                self._preempt(self.running[-1], finishes=self.stats.num_finished)
+                self._preempt(self.running[-1])
         decodes, prefills = planned
         if prefills_wait:
             budget = self._token_budget - len(decodes) - sum(chunk.query_len for chunk in prefills)
@@ -218,7 +218,7 @@ class Scheduler:
     def preempt_all(self) -> None:
         """Preempt everything that runs. The results of all dispatches must have been brought."""
         while self.running:
-            self._preempt(self.running[-1], finishes=-1)
+            self._preempt(self.running[-1])
 
     def new_weights(self) -> None:
         """Make every block that was computed so far unreachable; what runs must have been preempted."""
@@ -296,11 +296,9 @@ class Scheduler:
     def _can_start(self, seq: TokenSequence, found: Sequence[CachedBlock]) -> bool:
         if not self._state_ids:
             return False
-        if self.running and seq.finishes_at_preemption == self.stats.num_finished:
-            # Who was preempted would be so again: nothing has been given back since.
-            return False
         missing = blocks_for(len(seq.token_ids), self._block_size) - len(found)
-        # A block for each running sequence is left, which it will ask for before long.
+        # A block for each running sequence is left, which it will ask for before long. So who was preempted, and would be so again,
+        # waits until somebody has finished: what it gave back is one block short at least.
         return missing + len(self.running) <= self.allocator.num_takeable(found)
 
     def _admit(self, budget: int, num_rows: int) -> list[PrefillChunk]:
@@ -331,12 +329,11 @@ class Scheduler:
             budget -= chunk.query_len
         return chunks
 
-    def _preempt(self, seq: TokenSequence, *, finishes: int) -> None:
+    def _preempt(self, seq: TokenSequence) -> None:
         assert seq.num_in_flight == 0, "a row in flight cannot be preempted"
         self._leave(seq)
         seq.status = Status.PREEMPTED
         seq.num_preemptions += 1
-        seq.finishes_at_preemption = finishes
         self.stats.num_preemptions += 1
         self.num_preempted += 1
         self._queue.push(seq)

@@ -38,7 +38,6 @@ class TokenSequence:
       published: the entry of the last block that it made known, or the root; with `num_published` blocks up to there.
       num_cached_tokens: prompt tokens that were found in the prefix cache when it was first admitted.
       num_preemptions: how often it lost its blocks.
-      finishes_at_preemption: how many sequences had finished by then, or -1.
     """
 
     request_id: str
@@ -59,7 +58,6 @@ class TokenSequence:
     num_published: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
-    finishes_at_preemption: int = -1
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
