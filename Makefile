@@ -14,6 +14,8 @@ JAX ?=
 # Have pip look where CPU builds are (PIP_EXTRA_INDEX_URL) or name another version: TORCH=torch==...
 TORCH ?= torch==2.13.0
 TESTS ?=
+# Processes that share the tests, a file each at a time. Most of the time is compiling, which takes one core and up to 4 GB of memory a process.
+TEST_WORKERS ?= 2
 PYTEST_FLAGS ?=
 # pip draws its progress bars for people and is quiet for CI.
 PIP_FLAGS ?= $(if $(CI),--quiet,)
@@ -43,7 +45,7 @@ demo: $(VENV)/.stamp-run
 	@$(BIN)/pagedjax demo
 
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) $(TESTS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(PYTEST_FLAGS) $(TESTS)
 
 test-slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest --slow -m slow $(PYTEST_FLAGS) $(TESTS)

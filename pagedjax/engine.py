@@ -235,7 +235,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._names = itertools.count()
         self._seeds = np.random.default_rng(seed)
-        self._num_dispatches = self._table_bytes = 0
+        self._num_dispatches = self._table_bytes = self._num_given = 0
 
     # Requests.
 
@@ -530,12 +530,14 @@ class Engine:
             return
         self._flights.popleft()
         batch, now = flight.batch, time.perf_counter()
+        before = self._num_given
         if flight.num_decode_rows is None:
             token = sampled.token
             counts = (token >= 0).sum(axis=0).tolist()
             columns = token.T.tolist()
             for index, (row, expected) in enumerate(zip(batch.decodes, batch.num_tokens, strict=True)):
                 self._give(row, expected, columns[index][: counts[index]], now, sampled if flight.report else None, index)
+            self._meter.tokens(now, self._num_given - before)
             return
         tokens = sampled.token.tolist()
         whole = jax.tree.map(lambda leaf: leaf[None], sampled) if flight.report else None
@@ -543,6 +545,7 @@ class Engine:
         places += [(chunk.sequence, flight.num_decode_rows + i) for i, chunk in enumerate(batch.prefills) if chunk.is_last]
         for row, index in places:
             self._give(row, 1, tokens[index : index + 1] if tokens[index] >= 0 else [], now, whole, index)
+        self._meter.tokens(now, self._num_given - before)
 
     def _give(self, row: TokenSequence, expected: int, token_ids: list[int], now: float, sampled: Sampled | None, index: int) -> None:
         """Tokens for one row of a dispatch; it may have been aborted meanwhile."""
@@ -558,7 +561,7 @@ class Engine:
         if live.times.first_token_s is None:
             live.times.first_token_s = now
         live.times.finished_s = now
-        self._meter.tokens(now, len(token_ids))
+        self._num_given += len(token_ids)
         logprobs = None
         if live.logprobs is not None:
             assert sampled is not None

@@ -200,7 +200,8 @@ class Scheduler:
         """
         sequence.num_in_flight -= num_expected
         sequence.token_ids.extend(token_ids)
-        self._publish(sequence)
+        if len(sequence.token_ids) > (sequence.num_published + 1) * self._block_size:  # else no further block can be full
+            self._publish(sequence)
 
     def finish(self, sequence: TokenSequence) -> None:
         """Take a sequence out, wherever it is, and give its blocks back."""

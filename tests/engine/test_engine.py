@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType
 
 import pagedjax.engine as engine_module
@@ -351,9 +352,12 @@ def test_a_step_that_fails_on_the_device(make, want, monkeypatch, caplog, lost):
 # Compiled once.
 
 
-def test_after_warmup_nothing_is_compiled(make):
+def test_after_warmup_nothing_is_compiled(make, tmp_path):
     engine = make(row_buckets=(2, 8), token_buckets=(16, 64), num_kv_blocks=TINY_POOL)
-    engine.warmup(use_tqdm=False)
+    before = jax.config.jax_compilation_cache_dir
+    engine.warmup(cache_dir=tmp_path, use_tqdm=False)
+    jax.config.update("jax_compilation_cache_dir", before)
+    compilation_cache.reset_cache()  # the other tests compile for themselves
     assert engine.buckets.num_executables == 4
     assert engine.stats().num_compilations > 0  # no other engine here has a window of 2 rows
     compiled = []
