@@ -101,11 +101,13 @@ class Meter:
                 kept.append(value)
 
     def tokens_per_s(self, now_s: float) -> float:
-        """Over the last 10 seconds, or since the first token where that is less."""
+        """Over the last 10 seconds, or since the first token where that is less; 0 before the second ones."""
         self._forget(now_s)
-        if not self._recent:
+        if len(self._recent) < 2:
             return 0.0
-        return sum(count for _, count in self._recent) / max(now_s - self._recent[0][0], 1e-3)
+        # The interval begins with the oldest entry, so its tokens came before.
+        begin, before = self._recent[0]
+        return (sum(count for _, count in self._recent) - before) / max(now_s - begin, 1e-3)
 
     def time_to_first_token_s(self) -> float | None:
         """Mean of the recent requests."""
