@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import concurrent.futures
+import functools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -91,7 +92,7 @@ class AsyncEngine:
                     return
         finally:
             if not reader.ended:
-                adding.add_done_callback(self._abort_added)
+                adding.add_done_callback(functools.partial(self._abort_added, reader))
 
     async def abort(self, request_id: str) -> None:
         """End a request, wherever it is; its reader gets a last delta with the reason ``"abort"``. An unknown one is no error."""
@@ -122,13 +123,14 @@ class AsyncEngine:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         await self.close()
 
-    def _abort_added(self, adding: asyncio.Future[str]) -> None:
+    def _abort_added(self, reader: _Reader, adding: asyncio.Future[str]) -> None:
         if not adding.cancelled() and adding.exception() is None:
             name = adding.result()
 
             def abort() -> None:
-                self._readers.pop(name, None)
-                self._engine.abort(name)
+                if self._readers.get(name) is reader:  # else it has ended, and another may have its name
+                    del self._readers[name]
+                    self._engine.abort(name)
 
             self._submit(abort)
 
@@ -161,11 +163,12 @@ class AsyncEngine:
         with self._wake:
             self._closing = True
             left, self._calls = self._calls, collections.deque()
-        for _, future in left:
-            future.set_exception(self._gone())
         readers, self._readers = self._readers, {}
         for reader in readers.values():
             reader.put([None])
+        for _, future in left:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._gone())
         if self._failure is None:
             self._engine.abort(list(readers))
 
@@ -177,17 +180,18 @@ class AsyncEngine:
                     self._wake.wait()
                 if self._closing:
                     return False
-                calls, self._calls = self._calls, collections.deque()
-            for function, future in calls:
-                if future.set_running_or_notify_cancel():
-                    try:
-                        result = function()
-                    except Exception as error:  # noqa: BLE001 (it belongs to the caller)
-                        future.set_exception(error)
-                    else:
-                        future.set_result(result)
-            if self._engine.has_unfinished_requests:
-                return True
+                if not self._calls:
+                    return True
+                function, future = self._calls.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    result = function()
+                except BaseException as error:
+                    future.set_exception(error)
+                    if not isinstance(error, Exception):
+                        raise
+                else:
+                    future.set_result(result)
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         """Wake each event loop once, not once a token."""

@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh
 from tqdm import tqdm
 
+import pallas_kernels
 from pagedjax.allocator import BlockAllocator
 from pagedjax.batch import engine_inputs
 from pagedjax.checkpoint.demo import cache_folder
@@ -31,7 +32,7 @@ from pagedjax.inputs import WindowInputs
 from pagedjax.memory import CPU_CACHE_BYTES, DeviceMemory, num_blocks_that_fit
 from pagedjax.params import Params
 from pagedjax.prefix_cache import Hasher, hash_block
-from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request
+from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request, token_ids
 from pagedjax.runner import ModelRunner, Runner, workspace_bytes
 from pagedjax.sampling import Sampled
 from pagedjax.scheduler import ScheduledBatch, Scheduler
@@ -196,6 +197,19 @@ class Engine:
         runner: Callable[[EngineConfig, Buckets, int], Runner] | None = None,
         hasher: Hasher = hash_block,
     ) -> None:
+        if params is None and runner is None:
+            raise ConfigError("params is None; without weights there is nothing to run but a runner of your own")
+        try:
+            self.eos_token_ids = token_ids("eos_token_ids", eos_token_ids)
+            if integer("seed", seed) < 0:
+                raise RequestError(f"seed is {seed}; it must be 0 or more")
+        except RequestError as error:
+            raise ConfigError(str(error)) from None
+        try:
+            for op in ("paged_attention", "paged_prefill_attention", "write_kv"):
+                pallas_kernels.support(op, engine_config.implementation)
+        except ValueError as error:
+            raise ConfigError(f"implementation is {engine_config.implementation!r}: {error}") from None
         asked = engine_config.max_model_len
         if asked is not None and asked > config.max_model_len:
             raise ConfigError(f"max_model_len is {asked}; the model was made for at most {config.max_model_len}")
@@ -207,7 +221,10 @@ class Engine:
         self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, kv_dtype, mesh)
         self.max_model_len = min(length, self.num_kv_blocks * engine_config.block_size)
         self.config, self.engine_config = config, engine_config
-        self.eos_token_ids = tuple(eos_token_ids)
+        if asked is not None and self.max_model_len < asked:
+            logger.warning(
+                "max_model_len is %d, but the KV cache of %d blocks holds %d tokens", asked, self.num_kv_blocks, self.max_model_len
+            )
         self._runner: Runner
         if runner is None:
             assert params is not None
@@ -231,6 +248,7 @@ class Engine:
         self._out: list[TokenDelta] = []
         self._results: dict[str, RequestResult] = {}
         self._kept: set[str] = set()
+        self._ending: set[str] = set()  # ended, but `step` has not said so yet
         self._meter = Meter()
         self._arrivals = itertools.count()
         self._names = itertools.count()
@@ -266,10 +284,10 @@ class Engine:
           RequestError: an unusable argument. Other requests do not notice.
         """
         if request_id is None:
-            request_id = next(i for i in map(str, self._names) if i not in self._live)
+            request_id = next(i for i in map(str, self._names) if i not in self._live and i not in self._ending)
         if not isinstance(request_id, str) or not request_id:
             raise RequestError(f"request_id is {request_id!r}; it must be a text")
-        if request_id in self._live:
+        if request_id in self._live or request_id in self._ending:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not finished")
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text")
@@ -313,6 +331,8 @@ class Engine:
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests, wherever they are; their blocks are free at once. An unknown or finished one is no error."""
+        if not isinstance(request_id, str | Iterable):
+            raise RequestError(f"request_id is {request_id!r}; it must be a text or several")
         for one in [request_id] if isinstance(request_id, str) else list(request_id):
             live = self._live.get(one)
             if live is not None:
@@ -341,7 +361,13 @@ class Engine:
         while self._flights and (batch is None or len(self._flights) >= _MAX_IN_FLIGHT):
             self._take()
         out, self._out = self._out, []
+        self._ending.clear()
         return out
+
+    def give_back(self, deltas: Sequence[TokenDelta]) -> None:
+        """Deltas that `step` gave to somebody who is not meant: the next `step` gives them again, first."""
+        self._out = [*deltas, *self._out]
+        self._ending |= {delta.request_id for delta in deltas if delta.finish_reason is not None}
 
     def generate(
         self,
@@ -366,6 +392,9 @@ class Engine:
         Raises:
           RequestError: an unusable prompt or parameter. None of the prompts is queued then.
         """
+        for what, several in (("sampling_params", sampling_params), ("priorities", priorities), ("cache_salts", cache_salts)):
+            if not isinstance(several, SamplingParams | Sequence) and (several is not None or what == "sampling_params"):
+                raise RequestError(f"{what} is {several!r}; it must be one for each prompt")
         each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
         if len(each) != len(prompts):
             raise RequestError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
@@ -396,7 +425,9 @@ class Engine:
             self.abort(ids)  # of an interrupted call; those that finished are gone
             mine = set(ids)
             self._kept -= mine
-            self._out = [*others, *(delta for delta in self._out if delta.request_id not in mine)]
+            self._out = [delta for delta in self._out if delta.request_id not in mine]
+            self._ending -= mine
+            self.give_back(others)
             for one in ids:
                 self._results.pop(one, None)
 
@@ -497,18 +528,22 @@ class Engine:
         rows = (*batch.decodes, *(chunk.sequence for chunk in batch.prefills))
         report = any(row.request.params.logprobs is not None for row in rows)
         settings = self.engine_config
-        inputs = engine_inputs(
-            batch,
-            self._scheduler.tables,
-            self.buckets,
-            block_size=settings.block_size,
-            window=settings.window,
-            num_stops=settings.max_device_stop_ids,
-        )
-        window = inputs if isinstance(inputs, WindowInputs) else inputs.decode
         try:
+            inputs = engine_inputs(
+                batch,
+                self._scheduler.tables,
+                self.buckets,
+                block_size=settings.block_size,
+                window=settings.window,
+                num_stops=settings.max_device_stop_ids,
+            )
+            window = inputs if isinstance(inputs, WindowInputs) else inputs.decode
             handle = self._runner.dispatch(inputs, report=report)
+            self._flights.append(_Flight(batch, handle, None if window is inputs else len(window.state_ids), report))
         except BaseException as error:  # (whatever the device reports: its requests fail, not the engine)
+            # Tokens of the steps before are sound, and some of these requests may end with them.
+            while self._flights:
+                self._take()
             self._fail(batch, error)
             if not isinstance(error, Exception):
                 raise  # interrupted: the step counts as failed, as nobody knows how far it came
@@ -517,7 +552,6 @@ class Engine:
         self._table_bytes += window.state_ids.nbytes + window.block_tables.nbytes
         if not isinstance(inputs, WindowInputs):
             self._table_bytes += inputs.prefill.prefill_block_tables.nbytes
-        self._flights.append(_Flight(batch, handle, None if window is inputs else len(window.state_ids), report))
 
     def _take(self) -> None:
         """Bring the tokens of the oldest dispatch to their requests."""
@@ -528,7 +562,16 @@ class Engine:
             self._flights.popleft()
             self._fail(flight.batch, error)
             return
-        self._flights.popleft()
+        try:
+            self._flights.popleft()
+            self._give_all(flight, sampled)
+        except BaseException as error:  # interrupted: nobody knows who got their tokens and who did not
+            if self._flights and self._flights[0] is flight:
+                self._flights.popleft()
+            self._fail(flight.batch, error)
+            raise
+
+    def _give_all(self, flight: _Flight, sampled: Sampled) -> None:
         batch, now = flight.batch, time.perf_counter()
         before = self._num_given
         if flight.num_decode_rows is None:
@@ -557,7 +600,9 @@ class Engine:
             token_ids = token_ids if end is None else token_ids[: end + 1]
         self._scheduler.update(row, expected, token_ids)
         if not token_ids:
-            return  # it ended in the dispatch before, whose tokens came first
+            # The device ends a row for the same reasons as the host, whose last tokens came with an earlier dispatch.
+            self._finish(live, "error", [], None, "the device ended this request, and the host did not see why")
+            return
         if live.times.first_token_s is None:
             live.times.first_token_s = now
         live.times.finished_s = now
@@ -586,6 +631,7 @@ class Engine:
         row, times = live.row, live.times
         self._scheduler.finish(row)
         del self._live[row.request_id]
+        self._ending.add(row.request_id)
         self._meter.finished(times, row.num_new_tokens)
         self._out.append(TokenDelta(row.request_id, token_ids, logprobs if live.logprobs is not None else None, reason, error))
         first = times.time_to_first_token()

@@ -18,7 +18,7 @@ _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Settings of an `Engine`. None of them changes a token in float32.
+    """Settings of an `Engine`. In float32 none of them changes a token, but for `kv_cache_dtype` and for where an answer is cut.
 
     Attributes:
       max_num_seqs: the most requests that run side by side.
@@ -83,9 +83,12 @@ class EngineConfig:
         for name in ("row_buckets", "mixed_row_buckets", "token_buckets", "width_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and (
-                not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes) or list(sizes) != sorted(set(sizes))
+                not isinstance(sizes, tuple)
+                or not sizes
+                or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes)
+                or list(sizes) != sorted(set(sizes))
             ):
-                raise ConfigError(f"{name} is {sizes!r}; it must be positive integers, each larger than the one before")
+                raise ConfigError(f"{name} is {sizes!r}; it must be a tuple of positive integers, each larger than the one before")
 
 
 def cache_dtype(asked: str, model_dtype: str, platform: str) -> str:

@@ -109,6 +109,7 @@ class LLM:
         )
         self._ids = itertools.count()
         self._mail: dict[str, collections.deque[TokenDelta]] = {}
+        self._left: set[str] = set()  # streams that nobody reads any more
 
     @property
     def max_model_len(self) -> int:
@@ -217,13 +218,11 @@ class LLM:
         # Two streams may be read in turn: whoever runs a step keeps what it gave to the other.
         mail = self._mail[request_id] = collections.deque()
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        reason = None
         try:
-            reason = None
             while reason is None:
                 if not mail:
-                    for delta in self.engine.step():
-                        if delta.request_id in self._mail:
-                            self._mail[delta.request_id].append(delta)
+                    self._step()
                 if not mail:
                     yield ""
                     continue
@@ -237,7 +236,21 @@ class LLM:
                 yield rest
         finally:
             del self._mail[request_id]
-            self.engine.abort(request_id)
+            if reason is None:
+                self._left.add(request_id)
+                self.engine.abort(request_id)
+
+    def _step(self) -> None:
+        """A step of the engine; what it gave goes to the streams, and the rest back to who else uses the engine."""
+        others = []
+        for delta in self.engine.step():
+            if delta.request_id in self._mail:
+                self._mail[delta.request_id].append(delta)
+            elif delta.request_id not in self._left:
+                others.append(delta)
+            elif delta.finish_reason is not None:
+                self._left.remove(delta.request_id)
+        self.engine.give_back(others)
 
     def _read_prompt(self, prompt: Prompt) -> _ReadPrompt:
         if isinstance(prompt, str):

@@ -27,7 +27,7 @@ class PrefixRoot:
     @property
     def hash(self) -> bytes:
         """The parent hash of a first block."""
-        return hashlib.sha256(f"{self.weights_version}:{self.salt}".encode()).digest()
+        return hashlib.sha256(f"{self.weights_version}:{self.salt}".encode("utf-8", "surrogatepass")).digest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -215,9 +215,13 @@ class RequestOutput:
 
 def number(name: str, value: Any) -> float:
     """`value` as a float, NumPy's numbers included; a `RequestError` that names it unless it is a finite number."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating) or not math.isfinite(value):
-        raise RequestError(f"{name} is {value!r}; it must be a finite number")
-    return float(value)
+    try:
+        if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real | np.floating) or not math.isfinite(value):
+            raise OverflowError
+        return float(value)
+    except OverflowError:  # also of an integer beyond every float
+        shown = repr(value)
+        raise RequestError(f"{name} is {shown if len(shown) < 50 else shown[:50] + '...'}; it must be a finite number") from None
 
 
 def token_ids(name: str, value: Any) -> tuple[int, ...]:

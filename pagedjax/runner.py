@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import Buckets, EngineConfig
@@ -100,6 +100,8 @@ class ModelRunner:
         self.num_compilations = 0
         self._params, self._config, self._engine_config = params, config, engine_config
         self._buckets, self._num_blocks, self._mesh, self._kv_dtype = buckets, num_blocks, mesh, kv_dtype
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        self._place: jax.sharding.Sharding = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._static = dict(config=config, mesh=mesh, num_logprobs=engine_config.max_logprobs, implementation=engine_config.implementation)
         self._steps = dict(num_steps=engine_config.window, window=look_every(engine_config.window))
         self._cache: KVCache = self._make_cache()
@@ -162,11 +164,12 @@ class ModelRunner:
         return sampled
 
     def _make_cache(self) -> KVCache:
-        sharding = None if self._mesh is None else NamedSharding(self._mesh, PartitionSpec(None, MESH_AXIS))
+        # Committed to a place from the start, as what a step gives back is: a step is compiled for that, too.
+        sharding = self._place if self._mesh is None else NamedSharding(self._mesh, PartitionSpec(None, MESH_AXIS))
         return make_cache(self._config, self._num_blocks, self._engine_config.block_size, sharding, self._kv_dtype)
 
     def _make_state(self) -> EngineState:
-        return make_engine_state(self._engine_config.max_num_seqs, self._engine_config.max_device_stop_ids)
+        return jax.device_put(make_engine_state(self._engine_config.max_num_seqs, self._engine_config.max_device_stop_ids), self._place)
 
 
 @contextlib.contextmanager

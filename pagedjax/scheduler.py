@@ -170,7 +170,8 @@ class Scheduler:
           drained: whether the results of all dispatches have been brought by `update`. Only then is anything preempted: a row in
             flight may have ended already, and the tokens that it got must be known before they can be computed again.
         """
-        prefills_wait = any(seq.lag for seq in self.running) or self._first_can_start()
+        # Where rows take the whole budget, a prompt cannot begin either.
+        prefills_wait = any(seq.lag for seq in self.running) or (len(self.running) < self._token_budget and self._first_can_start())
         num_steps = 1 if prefills_wait else self._longest_window()
         while True:
             planned = self._plan_running(num_steps)
@@ -292,7 +293,7 @@ class Scheduler:
 
     def _first_can_start(self) -> bool:
         first = self._queue.first()
-        return first is not None and self._can_start(first, self._find(first))
+        return first is not None and bool(self._state_ids) and self._can_start(first, self._find(first))
 
     def _can_start(self, seq: TokenSequence, found: Sequence[CachedBlock]) -> bool:
         if not self._state_ids:

@@ -33,7 +33,7 @@ class EngineStats:
       num_dispatches: steps and windows that the device was given.
       num_mixed_steps: steps with decode rows and prefill chunks side by side.
       num_windows: dispatches of more than one decode step.
-      num_compilations: steps that were compiled.
+      num_compilations: steps that were traced to be compiled.
       table_bytes: block tables and row numbers sent to the device, in all.
     """
 

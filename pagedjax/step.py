@@ -138,19 +138,18 @@ def decode_loop(
         )
         return cache, state, out
 
-    def one_window(
-        carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]],
-    ) -> tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]:
-        start, rest = carry
-        return start + window, lax.fori_loop(0, window, lambda i, c: one_step(start + i, c), rest)
+    def one_window(start: jax.Array | int, carry: tuple[KVCache, RequestState, Sampled]) -> tuple[KVCache, RequestState, Sampled]:
+        return lax.fori_loop(0, window, lambda i, c: one_step(start + i, c), carry)
 
     def unfinished(carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]) -> jax.Array:
         start, (_, state, _) = carry
         return (start < num_steps) & ~jnp.all(state.done)
 
-    _, (cache, state, out) = lax.while_loop(
-        unfinished, one_window, (jnp.int32(0), (cache, state, _buffers(num_steps, num_rows, num_logprobs)))
-    )
+    carry = cache, state, _buffers(num_steps, num_rows, num_logprobs)
+    if num_steps == window:  # no look at all: even one would make the host wait for the device before it can launch the rest
+        cache, state, out = one_window(0, carry)
+    else:
+        _, (cache, state, out) = lax.while_loop(unfinished, lambda c: (c[0] + window, one_window(*c)), (jnp.int32(0), carry))
     return out, cache, state
 
 

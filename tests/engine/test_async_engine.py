@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import threading
+import time
 
 import pytest
 
@@ -185,3 +186,44 @@ def test_weights_change_under_running_requests(params):
         return (await running)[1], await collect(front, PROMPTS[0])
 
     assert in_front(params, work) == ("length", (fresh, "length"))
+
+
+def test_closing_reaches_readers_though_a_caller_has_given_up(params):
+    async def run():
+        engine = Engine(params, TINY, dataclasses.replace(SMALL, window=1))
+        front = AsyncEngine(engine)
+        stream = front.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=220))
+        await anext(stream)
+        step, entered = engine.step, threading.Event()
+
+        def slow():
+            entered.set()
+            time.sleep(0.3)
+            return step()
+
+        engine.step = slow
+        await asyncio.to_thread(entered.wait)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(front.stats(), 0.01)
+        await front.close()
+        with pytest.raises(EngineError, match="the engine was closed"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_leaving_late_does_not_abort_another_request_of_that_name(params, want):
+    async def work(front):
+        first = front.generate(PROMPTS[0], dataclasses.replace(GREEDY, max_tokens=2), request_id="x")
+        await anext(first)
+        while (await front.stats()).num_running:  # it has ended, and its last delta is unread
+            await asyncio.sleep(0.01)
+        second = front.generate(PROMPTS[1], GREEDY, request_id="x")
+        tokens = list((await anext(second)).token_ids)
+        await first.aclose()
+        async for delta in second:
+            tokens += delta.token_ids
+        return tokens
+
+    assert in_front(params, work, dataclasses.replace(SMALL, window=1)) == want[1]

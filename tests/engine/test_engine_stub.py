@@ -12,7 +12,7 @@ import pytest
 from pagedjax.allocator import BlockAllocator
 from pagedjax.engine import Engine
 from pagedjax.engine_config import EngineConfig
-from pagedjax.errors import RequestError
+from pagedjax.errors import ConfigError, RequestError
 from pagedjax.request import SamplingParams
 from pagedjax.runner import warmup_inputs
 from pagedjax.sequence import Status
@@ -496,10 +496,13 @@ def test_abort_of_a_finished_request_and_an_id_used_again():
     for _ in range(3):
         step(engine, {})
     engine.abort("a")
+    # Its end has not been told yet: a reader could not tell one "a" from the other.
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add_request(prompt(41, 2), greedy(30), request_id="a")
+    assert [delta.finish_reason for delta in engine.step()] == ["abort"]
     engine.add_request(prompt(41, 2), greedy(30), request_id="a")
     deltas = run(engine)["a"]
-    assert deltas[0].finish_reason == "abort"
-    assert tokens(deltas[1:]) == answer(prompt(41, 2), greedy(30)) and reason(deltas[1:]) == "length"
+    assert tokens(deltas) == answer(prompt(41, 2), greedy(30)) and reason(deltas) == "length"
     assert_nothing_held(engine)
 
 
@@ -908,3 +911,95 @@ def test_a_long_queue_is_worked_off_in_order():
         order += [delta.request_id for delta in engine.step() if delta.finish_reason]
     assert order == [str(i) for i in range(num)]
     assert_nothing_held(engine)
+
+
+# Who comes between two steps.
+
+
+def test_any_text_is_a_salt():
+    engine = make_engine(num_kv_blocks=20)
+    good = engine.add_request(prompt(20), greedy(5))
+    engine.add_request(prompt(20), greedy(5), cache_salt="\ud800")
+    assert finish(engine)[good] == "length"
+
+
+def test_an_id_is_taken_until_step_has_said_that_it_ended():
+    engine = make_engine(num_kv_blocks=20)
+    first = engine.add_request(prompt(4), greedy(5), request_id="0")
+    engine.abort(first)
+    with pytest.raises(RequestError, match="request_id '0' is in use"):
+        engine.add_request(prompt(4), greedy(5), request_id="0")
+    (got,) = engine.generate([prompt(4)], greedy(5), use_tqdm=False)
+    assert got.finish_reason == "length" and got.request_id != "0"
+    assert [(d.request_id, d.finish_reason) for d in engine.step()] == [("0", "abort")]
+    assert engine.add_request(prompt(4), greedy(5), request_id="0") == "0"
+
+
+def test_deltas_can_be_given_back():
+    engine = make_engine(num_kv_blocks=20)
+    name = engine.add_request(prompt(4), greedy(1))
+    while not (deltas := engine.step()):
+        pass
+    engine.give_back(deltas)
+    assert engine.has_unfinished_requests
+    with pytest.raises(RequestError, match="in use"):
+        engine.add_request(prompt(4), greedy(1), request_id=name)
+    assert engine.step() == deltas
+    assert not engine.has_unfinished_requests
+
+
+@pytest.mark.parametrize("where", ["engine_inputs", "_give"])
+def test_an_interrupt_anywhere_in_a_step_leaves_no_request_half_served(monkeypatch, where):
+    import pagedjax.engine as module
+
+    engine = make_engine(num_kv_blocks=40)
+    names = [engine.add_request(prompt(6, i), greedy(30)) for i in range(2)]
+    calls = []
+    target, attribute = (module, "engine_inputs") if where == "engine_inputs" else (engine, "_give")
+    real = getattr(target, attribute)
+
+    def interrupted(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(target, attribute, interrupted)
+    reasons = {}
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine, reasons)
+    finish(engine, reasons)
+    assert set(reasons) == set(names) and set(reasons.values()) <= {"error", "length"} and "error" in reasons.values()
+    assert engine.stats().num_used_blocks == 0
+    (after,) = engine.generate([prompt(6)], greedy(10), use_tqdm=False)
+    assert after.token_ids == answer(prompt(6), greedy(10))
+
+
+def finish(engine, reasons=None):
+    """Step to the end; the finish reason of each request that ended meanwhile, also put into `reasons` as they come."""
+    reasons = {} if reasons is None else reasons
+    while engine.has_unfinished_requests:
+        for delta in engine.step():
+            if delta.finish_reason is not None:
+                reasons[delta.request_id] = delta.finish_reason
+    return reasons
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda e: e.abort(5), RequestError, "request_id is 5; it must be a text or several"),
+        (lambda e: e.generate([[1]], None), RequestError, "sampling_params is None; it must be one for each prompt"),
+        (lambda e: e.generate([[1]], greedy(3), priorities=3), RequestError, "priorities is 3; it must be one for each prompt"),
+        (lambda e: SamplingParams(temperature=10**400), RequestError, "temperature is 1000.*; it must be a finite number"),
+        (lambda e: Engine(None, e.config), ConfigError, "params is None; without weights"),
+        (lambda e: Engine(None, e.config, runner=StubRunner, eos_token_ids=None), ConfigError, "eos_token_ids is None"),
+        (lambda e: Engine(None, e.config, runner=StubRunner, seed=-1), ConfigError, "seed is -1; it must be 0 or more"),
+        (lambda e: Engine(None, e.config, EngineConfig(implementation="nope"), runner=StubRunner), ConfigError, "implementation is 'nope'"),
+    ],
+)
+def test_what_is_no_argument_is_refused_by_name(call, error, message):
+    engine = make_engine(num_kv_blocks=20)
+    with pytest.raises(error, match=message):
+        call(engine)
+    assert engine.generate([prompt(4)], greedy(3), use_tqdm=False)[0].finish_reason == "length"

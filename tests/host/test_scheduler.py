@@ -208,6 +208,11 @@ def test_the_window_is_one_only_while_a_prompt_can_be_admitted():
     assert (list(decodes), [c[0] for c in chunks], steps) == (["1"], ["2"], 1)
 
 
+def test_windows_go_on_where_rows_take_the_whole_budget():
+    batches = run(scheduler(token_budget=2, max_prefill_rows=1), [sequence(i, 1, max_tokens=17) for i in range(3)])
+    assert [steps for decodes, _, steps in batches if len(decodes) == 2] == [8, 8]
+
+
 def test_two_that_need_most_of_the_pool_both_finish():
     """10 blocks, each needs 8: the later one gives its blocks back once, and waits until the first has finished."""
     s = scheduler(10, window=8)
