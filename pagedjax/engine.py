@@ -33,7 +33,7 @@ from pagedjax.memory import CPU_CACHE_BYTES, DeviceMemory, num_blocks_that_fit
 from pagedjax.params import Params
 from pagedjax.prefix_cache import Hasher, hash_block
 from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request, token_ids
-from pagedjax.runner import ModelRunner, Runner, workspace_bytes
+from pagedjax.runner import ModelRunner, Runner, keep_every_compilation, workspace_bytes
 from pagedjax.sampling import Sampled
 from pagedjax.scheduler import ScheduledBatch, Scheduler
 from pagedjax.sequence import Status, TokenSequence
@@ -441,9 +441,8 @@ class Engine:
             ``xla`` in pagedjax's cache folder (``$PAGEDJAX_CACHE``, else ``~/.cache/pagedjax``). JAX stays set to it.
           use_tqdm: show a progress bar on standard error.
         """
-        folder = cache_dir or jax.config.jax_compilation_cache_dir or cache_folder() / "xla"  # type: ignore[attr-defined]
         with tqdm(total=self.buckets.num_executables, desc="Compiling", unit="step", disable=not use_tqdm) as bar:
-            for name in self._runner.warmup(Path(folder)):
+            for name in self._runner.warmup(_compilation_cache(cache_dir)):
                 logger.debug("compiled %s", name)
                 bar.update()
 
@@ -680,6 +679,11 @@ class Engine:
             self._allocator.forget_cached()
 
 
+def _compilation_cache(cache_dir: str | Path | None = None) -> Path:
+    """The folder where compiled steps are kept."""
+    return Path(cache_dir or jax.config.jax_compilation_cache_dir or cache_folder() / "xla")  # type: ignore[attr-defined]
+
+
 def token_logprobs(sampled: Sampled, step: int, row: int, num_top: int) -> TokenLogprobs:
     """What ``sampled``, leaves [W, B, ...], says of one token."""
     assert sampled.logprob is not None and sampled.rank is not None and sampled.top_ids is not None and sampled.top_logprobs is not None
@@ -715,11 +719,13 @@ def _num_kv_blocks(
             memory.limit_bytes / (1 << 30),
             memory.total_bytes / (1 << 30),
         )
+    with keep_every_compilation(_compilation_cache()):
+        workspace = workspace_bytes(params, config, settings, buckets, kv_dtype, mesh)
     return num_blocks_that_fit(
         dataclasses.replace(memory, other_bytes=max(0, stats["bytes_in_use"] - weights)),
         utilization=settings.gpu_memory_utilization,
         weight_bytes=weights,
-        workspace_bytes=workspace_bytes(params, config, settings, buckets, kv_dtype, mesh),
+        workspace_bytes=workspace,
         block_bytes=block_bytes // shards,
     )
 

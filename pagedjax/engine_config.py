@@ -141,7 +141,7 @@ def at_least(sizes: Sequence[int], n: int) -> int:
 def make_buckets(config: EngineConfig, max_model_len: int, platform: str) -> Buckets:
     """The sizes of `config`, completed by defaults.
 
-    A GPU pays little for padding and much for compiling, so it gets few sizes: at most 18. On a CPU a padded row costs what a real one
+    A GPU pays little for padding and much for compiling, so it gets few sizes: at most 20. On a CPU a padded row costs what a real one
     does, so the steps between sizes are smaller; they are compiled when they first occur.
 
     Args:
@@ -151,7 +151,7 @@ def make_buckets(config: EngineConfig, max_model_len: int, platform: str) -> Buc
     """
     full = blocks_for(max_model_len, config.block_size)
     if platform == "gpu":
-        ladders = dict(rows=(1, 8, 32, 128), mixed_rows=(32,), tokens=(256,), widths=(512,))
+        ladders = dict(rows=(1, 8, 32, 64, 128), mixed_rows=(32,), tokens=(256,), widths=(512,))
     else:
         ladders = dict(rows=(1, 4, 16, 64, 256), mixed_rows=(1, 4, 16, 64, 256), tokens=(16, 64, 256, 1024), widths=(16, 64, 256, 1024))
     asked = dict(rows=config.row_buckets, mixed_rows=config.mixed_row_buckets, tokens=config.token_buckets, widths=config.width_buckets)

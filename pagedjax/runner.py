@@ -6,13 +6,15 @@ in the order in which they were dispatched.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -49,26 +51,42 @@ class Runner(Protocol):
         """Compile every step, one at a time, and name each when it is done. What was compiled is kept in `cache_dir`."""
 
 
+_COMPILERS = os.cpu_count() or 1
+
+
 class _Traces:
     """Counts traces of the jitted steps: one a compilation."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def of(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def of(self, step: Callable[..., Any], **static: Any) -> Callable[..., Any]:
         @functools.wraps(step)
-        def traced(*args: Any, **kwargs: Any) -> Any:
+        def traced(*args: Any) -> Any:
             self.count += 1
-            return step(*args, **kwargs)
+            return step(*args, **static)
 
         return traced
 
 
-# Jitted once for all engines, so that two engines of the same shapes share what was compiled.
 _traces = _Traces()
-_STATIC = ("config", "mesh", "num_logprobs", "implementation")
-_window = jax.jit(_traces.of(decode_window), static_argnames=(*_STATIC, "num_steps", "window"), donate_argnums=(1, 2))
-_mixed = jax.jit(_traces.of(mixed_step), static_argnames=_STATIC, donate_argnums=(1, 2))
+
+
+class Steps(NamedTuple):
+    """The jitted steps of an engine: functions of (params, cache, state, inputs, report)."""
+
+    window: Any
+    mixed: Any
+
+
+@functools.cache  # jitted once for all engines, so that two engines of the same shapes share what was compiled
+def jitted_steps(config: ModelConfig, mesh: Mesh | None, num_logprobs: int, implementation: str | None, num_steps: int) -> Steps:
+    """The steps for these settings; cache and state are donated."""
+    static: dict[str, Any] = dict(config=config, mesh=mesh, num_logprobs=num_logprobs, implementation=implementation)
+    return Steps(
+        jax.jit(_traces.of(decode_window, **static, num_steps=num_steps, window=look_every(num_steps)), donate_argnums=(1, 2)),
+        jax.jit(_traces.of(mixed_step, **static), donate_argnums=(1, 2)),
+    )
 
 
 class ModelRunner:
@@ -102,8 +120,8 @@ class ModelRunner:
         self._buckets, self._num_blocks, self._mesh, self._kv_dtype = buckets, num_blocks, mesh, kv_dtype
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         self._place: jax.sharding.Sharding = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._static = dict(config=config, mesh=mesh, num_logprobs=engine_config.max_logprobs, implementation=engine_config.implementation)
-        self._steps = dict(num_steps=engine_config.window, window=look_every(engine_config.window))
+        self._steps = _steps_of(config, engine_config, mesh)
+        self._compiled: dict[Hashable, Any] = {}
         self._cache: KVCache = self._make_cache()
         self._state: EngineState = self._make_state()
 
@@ -148,19 +166,33 @@ class ModelRunner:
         self._params = params
 
     def warmup(self, cache_dir: Path) -> Iterator[str]:
-        """See `Runner`. Each step runs once without rows: it writes nothing."""
-        with _keep_every_compilation(cache_dir):
-            for name, inputs in warmup_inputs(self._buckets, self._engine_config):
-                started = time.perf_counter()
-                jax.block_until_ready(self.dispatch(inputs, report=False))
-                yield f"{name} ({time.perf_counter() - started:.1f} s)"
+        """See `Runner`. Each step then runs once without rows, which writes nothing: a device loads a step when it first runs."""
+        before = _traces.count
+        with keep_every_compilation(cache_dir), concurrent.futures.ThreadPoolExecutor(_COMPILERS) as threads:
+            # Tracing holds Python's lock; compiling, and reading what was compiled before, do not.
+            started = time.perf_counter()
+            jobs = {}
+            try:
+                for name, inputs in warmup_inputs(self._buckets, self._engine_config):
+                    jobs[threads.submit(self._lower(inputs).compile)] = name, inputs
+                for job in concurrent.futures.as_completed(jobs):
+                    name, inputs = jobs[job]
+                    self._compiled[_shapes(inputs)] = job.result()
+                    jax.block_until_ready(self._run(inputs, np.asarray(False)))
+                    yield f"{name} ({time.perf_counter() - started:.1f} s since the start)"
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
+                self.num_compilations += _traces.count - before
+
+    def _lower(self, inputs: WindowInputs | MixedInputs) -> Any:
+        step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
+        return step.lower(self._params, self._cache, self._state, inputs, np.asarray(False))
 
     def _run(self, inputs: WindowInputs | MixedInputs, report: np.ndarray) -> Sampled:
-        args = self._params, self._cache, self._state, inputs, report
-        if isinstance(inputs, WindowInputs):
-            sampled, self._cache, self._state = _window(*args, **self._static, **self._steps)
-        else:
-            sampled, self._cache, self._state = _mixed(*args, **self._static)
+        step = self._compiled.get(_shapes(inputs))
+        if step is None:
+            step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
+        sampled, self._cache, self._state = step(self._params, self._cache, self._state, inputs, report)
         return sampled
 
     def _make_cache(self) -> KVCache:
@@ -172,8 +204,19 @@ class ModelRunner:
         return jax.device_put(make_engine_state(self._engine_config.max_num_seqs, self._engine_config.max_device_stop_ids), self._place)
 
 
+def _steps_of(config: ModelConfig, engine_config: EngineConfig, mesh: Mesh | None) -> Steps:
+    return jitted_steps(config, mesh, engine_config.max_logprobs, engine_config.implementation, engine_config.window)
+
+
+def _shapes(inputs: WindowInputs | MixedInputs) -> Hashable:
+    """What tells one compiled step from another."""
+    if isinstance(inputs, WindowInputs):
+        return inputs.block_tables.shape
+    return inputs.decode.block_tables.shape, inputs.prefill.token_ids.shape
+
+
 @contextlib.contextmanager
-def _keep_every_compilation(cache_dir: Path) -> Iterator[None]:
+def keep_every_compilation(cache_dir: Path) -> Iterator[None]:
     """JAX's persistent cache by default leaves out what took less than a second to compile; together that is much of a start."""
     jax.config.update("jax_compilation_cache_dir", str(cache_dir))
     name = "jax_persistent_cache_min_compile_time_secs"
@@ -268,7 +311,7 @@ def workspace_bytes(
         )
 
     cache, state = jax.eval_shape(sizes)
-    static = dict(config=config, mesh=mesh, num_logprobs=engine_config.max_logprobs, implementation=engine_config.implementation)
+    jitted = _steps_of(config, engine_config, mesh)
     most = 0
     report = jax.ShapeDtypeStruct((), np.bool_)
     steps = dict(
@@ -281,11 +324,8 @@ def workspace_bytes(
     )
     for inputs in steps.values():
         args = *jax.tree.map(spec, (params, cache, state, inputs)), report
-        if isinstance(inputs, WindowInputs):
-            lowered = _window.lower(*args, **static, num_steps=engine_config.window, window=look_every(engine_config.window))
-        else:
-            lowered = _mixed.lower(*args, **static)
-        analysis = lowered.compile().memory_analysis()
+        step = jitted.window if isinstance(inputs, WindowInputs) else jitted.mixed
+        analysis = step.lower(*args).compile().memory_analysis()
         if analysis is not None:
             most = max(most, analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
     return most

@@ -419,14 +419,13 @@ def compiled_steps(num_blocks):
     buckets = make_buckets(settings, 256, "cpu")
     cache = make_cache(MODEL, num_blocks, 16)
     state = runner_module.make_engine_state(8, settings.max_device_stop_ids)
-    static = dict(config=MODEL, mesh=None, num_logprobs=4, implementation=None)
-    steps = {}
+    jitted, steps = runner_module.jitted_steps(MODEL, None, 4, None, 8), {}
     for _, inputs in warmup_inputs(buckets, settings):
         args = (tiny_params(MODEL), cache, state, inputs, np.asarray(False))
         if isinstance(inputs, WindowInputs):
-            steps["window"] = runner_module._window.lower(*args, **static, num_steps=8, window=1).compile()
+            steps["window"] = jitted.window.lower(*args).compile()
         else:
-            steps["mixed"] = runner_module._mixed.lower(*args, **static).compile()
+            steps["mixed"] = jitted.mixed.lower(*args).compile()
     return steps, sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
 

@@ -52,7 +52,7 @@ def test_a_bad_setting_is_named(setting, message):
         EngineConfig(**setting)
 
 
-@pytest.mark.parametrize(("length", "num_executables"), [(131072, 18), (8192, 9), (2048, 9)])
+@pytest.mark.parametrize(("length", "num_executables"), [(131072, 20), (8192, 10), (2048, 10)])
 def test_llama_1b_needs_few_executables_on_a_gpu(length, num_executables):
     for rows in (64, 256):
         buckets = make_buckets(EngineConfig(max_num_seqs=rows), length, "gpu")
@@ -62,7 +62,7 @@ def test_llama_1b_needs_few_executables_on_a_gpu(length, num_executables):
 
 def test_default_sizes():
     gpu = make_buckets(EngineConfig(), 131072, "gpu")
-    assert (gpu.rows, gpu.mixed_rows, gpu.tokens, gpu.widths) == ((1, 8, 32, 128, 256), (32, 256), (256, 2048), (512, 8192))
+    assert (gpu.rows, gpu.mixed_rows, gpu.tokens, gpu.widths) == ((1, 8, 32, 64, 128, 256), (32, 256), (256, 2048), (512, 8192))
     cpu = make_buckets(EngineConfig(max_num_seqs=20, token_budget=100), 500, "cpu")
     assert (cpu.rows, cpu.mixed_rows, cpu.tokens, cpu.widths) == ((1, 4, 16, 20), (1, 4, 16, 20), (16, 64, 100), (16, 32))
 
