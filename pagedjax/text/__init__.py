@@ -5,7 +5,8 @@ followed where the two disagree.
 """
 
 from pagedjax.text.chat_template import Message
+from pagedjax.text.stop import AnswerText
 from pagedjax.text.stream import TextStream
 from pagedjax.text.tokenizer import Tokenizer
 
-__all__ = ["Message", "TextStream", "Tokenizer"]
+__all__ = ["AnswerText", "Message", "TextStream", "Tokenizer"]
