@@ -12,9 +12,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from pagedjax.engine_config import Buckets, at_least
-from pagedjax.inputs import MixedInputs, SamplingInputs, StepInputs, WindowInputs
+from pagedjax.inputs import (
+    USES_BAD_WORDS,
+    USES_BIAS,
+    USES_COUNTS,
+    USES_LOGPROBS,
+    USES_MIN_TOKENS,
+    MixedInputs,
+    PromptInputs,
+    SamplingInputs,
+    StepInputs,
+    TableRow,
+    WindowInputs,
+    neutral_sampling,
+)
 from pagedjax.request import Request
-from pagedjax.scheduler import ScheduledBatch
+from pagedjax.scheduler import PrefillChunk, ScheduledBatch
 from pagedjax.sequence import TokenSequence
 
 _MAX_TOP_K = 2**31 - 1  # keeps everything, as any number above the vocabulary does
@@ -135,18 +148,66 @@ def sampling_inputs(
     """
     if num_stops is None:
         num_stops = bucket(max((len(r.stop_token_ids) for r in requests), default=1), 1)
-    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
-    top_k, sample_index, max_new = (np.zeros(num_rows, np.int32) for _ in range(3))
-    seed = np.zeros(num_rows, np.uint32)
-    stops = np.full((num_rows, num_stops), -1, np.int32)
+    inputs = neutral_sampling(num_rows, num_stops)
     for row, request in enumerate(requests):
         params = request.params
-        temperature[row], top_p[row], top_k[row] = params.temperature, params.top_p, min(max(params.top_k, 0), _MAX_TOP_K)
-        seed[row] = 0 if params.seed is None else params.seed
-        max_new[row] = request.max_new_tokens - (0 if num_given is None else num_given[row])
+        given = 0 if num_given is None else num_given[row]
+        inputs.temperature[row], inputs.top_p[row], inputs.min_p[row] = params.temperature, params.top_p, params.min_p
+        inputs.top_k[row] = min(max(params.top_k, 0), _MAX_TOP_K)
+        inputs.seed[row] = 0 if params.seed is None else params.seed
+        inputs.sample_index[row] = request.sample_index
+        inputs.max_new_tokens[row] = request.max_new_tokens - given
+        inputs.min_new_tokens[row] = max(params.min_tokens - given, 0)
+        inputs.repetition[row] = params.repetition_penalty
+        inputs.presence[row], inputs.frequency[row] = params.presence_penalty, params.frequency_penalty
+        inputs.flags[row] = flags_of(request)
         known = request.stop_token_ids[:num_stops]
-        stops[row, : len(known)] = known
-    return SamplingInputs(temperature, top_k, top_p, seed, sample_index, max_new, stops)
+        inputs.stop_token_ids[row, : len(known)] = known
+    return inputs
+
+
+def flags_of(request: Request) -> int:
+    """`SamplingInputs.flags` of a request."""
+    params = request.params
+    counts = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return (
+        USES_BIAS * (params.allowed_token_ids is not None or bool(params.logit_bias) or bool(request.banned_token_ids))
+        + USES_COUNTS * counts
+        + USES_BAD_WORDS * bool(request.bad_words)
+        + USES_MIN_TOKENS * (params.min_tokens > 0)
+        + USES_LOGPROBS * (params.logprobs is not None)
+    )
+
+
+def table_row(request: Request, new_token_ids: Sequence[int], vocab: int, num_words: int, word_len: int) -> TableRow | None:
+    """What `LogitTables` hold for a request that has given `new_token_ids` so far; ``None`` where it uses nothing of them.
+
+    Args:
+      request: the request.
+      new_token_ids: its output.
+      vocab, num_words, word_len: columns `V`, `W` and `L` of the tables.
+    """
+    params, flags = request.params, flags_of(request)
+    if not flags & (USES_BIAS | USES_COUNTS | USES_BAD_WORDS):
+        return None
+    bias = np.zeros(vocab, np.float32)
+    if params.allowed_token_ids is not None:
+        bias[:] = -np.inf
+        bias[list(params.allowed_token_ids)] = 0
+    for token, value in (params.logit_bias or {}).items():
+        bias[token] += value
+    bias[list(request.banned_token_ids)] = -np.inf
+    counts = np.zeros(vocab, np.int32)
+    if flags & USES_COUNTS:
+        np.add.at(counts, np.asarray(new_token_ids, np.int64), 2)
+        counts[np.unique(np.asarray(request.prompt_token_ids, np.int64))] += 1
+    words = np.full((num_words, word_len), -1, np.int32)
+    for i, word in enumerate(request.bad_words):
+        words[i, word_len - len(word) :] = word
+    recent = np.full(word_len - 1, -1, np.int32)
+    last = list(new_token_ids)[-(word_len - 1) :] if word_len > 1 else []
+    recent[len(recent) - len(last) :] = last
+    return TableRow(bias, counts, words, recent)
 
 
 def window_inputs(rows: Sequence[TokenSequence], tables: np.ndarray, num_rows: int, width: int) -> WindowInputs:
@@ -185,10 +246,16 @@ def engine_inputs(
     if not batch.prefills and batch.num_steps == window:
         return window_inputs(batch.decodes, tables, at_least(buckets.rows, len(batch.decodes)), width)
     num_tokens = buckets.prefill_size(sum(chunk.query_len for chunk in batch.prefills), len(batch.prefills))
+    num_decode = at_least(buckets.mixed_rows, len(batch.decodes))
+    prompt = None
+    if any(chunk.sequence.wants_prompt_logprobs for chunk in batch.prefills):
+        # One size is compiled of such a step, the largest.
+        num_tokens, num_decode, width = buckets.tokens[-1], buckets.mixed_rows[-1], buckets.widths[-1]
+        prompt = prompt_inputs(batch.prefills, num_tokens)
     num_rows = buckets.prefill_rows(num_tokens)
     rows = [chunk.sequence for chunk in batch.prefills]
     return MixedInputs(
-        window_inputs(batch.decodes, tables, at_least(buckets.mixed_rows, len(batch.decodes)), width),
+        window_inputs(batch.decodes, tables, num_decode, width),
         prefill_inputs(
             [Chunk(row, chunk.num_computed_tokens, chunk.query_len) for row, chunk in enumerate(batch.prefills)],
             [seq.token_ids for seq in rows],
@@ -201,4 +268,30 @@ def engine_inputs(
             state_ids_of=[seq.state_id for seq in rows],
         ),
         sampling_inputs([seq.request for seq in rows], num_rows, num_stops=num_stops, num_given=[seq.num_new_tokens for seq in rows]),
+        prompt,
     )
+
+
+def prompt_range(chunk: PrefillChunk) -> range:
+    """Positions of the prompt tokens whose log-probabilities a chunk gives, where its sequence wants them.
+
+    They are those after each of its own: logits say how likely the next token is.
+    """
+    if not chunk.sequence.wants_prompt_logprobs:
+        return range(0)
+    start = chunk.num_computed_tokens
+    return range(start + 1, min(start + chunk.query_len + 1, len(chunk.sequence.request.prompt_token_ids)))
+
+
+def prompt_inputs(chunks: Sequence[PrefillChunk], num_tokens: int) -> PromptInputs:
+    """`PromptInputs` of a step of these chunks, in their order, padded to `num_tokens`."""
+    token_ids, logit_ids, chunk_ids = (np.zeros(num_tokens, np.int32) for _ in range(3))
+    count = at = 0
+    for c, chunk in enumerate(chunks):
+        positions = prompt_range(chunk)
+        end = count + len(positions)
+        token_ids[count:end] = chunk.sequence.request.prompt_token_ids[positions.start : positions.stop]
+        logit_ids[count:end] = at + np.arange(len(positions))
+        chunk_ids[count:end] = c
+        count, at = end, at + chunk.query_len
+    return PromptInputs(np.asarray(count, np.int32), token_ids, logit_ids, chunk_ids)

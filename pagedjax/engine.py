@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import pallas_kernels
 from pagedjax.allocator import BlockAllocator
-from pagedjax.batch import engine_inputs
+from pagedjax.batch import engine_inputs, prompt_range, table_row
 from pagedjax.checkpoint.demo import cache_folder
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import Buckets, EngineConfig, cache_dtype, kv_block_bytes, make_buckets
@@ -32,9 +32,9 @@ from pagedjax.inputs import WindowInputs
 from pagedjax.memory import CPU_CACHE_BYTES, DeviceMemory, num_blocks_that_fit
 from pagedjax.params import Params
 from pagedjax.prefix_cache import Hasher, hash_block
-from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request, token_ids
+from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request, make_token_logprobs, token_ids
 from pagedjax.runner import ModelRunner, Runner, keep_every_compilation, workspace_bytes
-from pagedjax.sampling import Sampled
+from pagedjax.sampling import LogitsProcessor, Sampled, Sampler
 from pagedjax.scheduler import ScheduledBatch, Scheduler
 from pagedjax.sequence import Status, TokenSequence
 from pagedjax.stats import EngineStats, Meter, RequestTimes
@@ -54,6 +54,8 @@ class TokenDelta:
       logprobs: of each of them, or ``None`` when not asked for.
       finish_reason: ``None`` while it goes on, then ``"stop"``, ``"length"``, ``"abort"`` or ``"error"``.
       error: what went wrong, with the reason ``"error"``.
+      text: what became certain of the text, where `Engine.add_request` was given one.
+      stop_reason: with the reason ``"stop"``, what of `SamplingParams.stop_token_ids` or `SamplingParams.stop` it was.
     """
 
     request_id: str
@@ -61,6 +63,8 @@ class TokenDelta:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
     error: str | None = None
+    text: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +83,8 @@ class RequestResult:
       prefill_s: seconds from its arrival to its first token, waiting and compiling included; ``None`` if there was none.
       decode_s: seconds from there to its last.
       error: what went wrong, with the reason ``"error"``.
+      text, stop_reason: see `TokenDelta`; here the whole text.
+      prompt_logprobs: of each prompt token, ``None`` for the first; ``None`` when not asked for, or when it did not come that far.
     """
 
     request_id: str
@@ -92,6 +98,9 @@ class RequestResult:
     prefill_s: float | None
     decode_s: float
     error: str | None = None
+    text: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 BlockState = Literal["null", "free", "cached", "used", "shared"]
@@ -140,15 +149,30 @@ class Snapshot:
     stats: EngineStats
 
 
+class Text(Protocol):
+    """The text of one answer as it grows; `pagedjax.text.AnswerText` is one. No token is taken after `stopped` is set."""
+
+    stopped: str | None
+
+    def step(self, token_id: int) -> str:
+        """The text that became certain with a token."""
+
+    def finish(self) -> str:
+        """The rest of it."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Live:
-    """A request in the engine: its row, its times and the log-probabilities so far."""
+    """A request in the engine: its row, its times, its text and the log-probabilities so far."""
 
     row: TokenSequence
     times: RequestTimes
     stops: frozenset[int]
     host_stops: bool
     logprobs: list[TokenLogprobs] | None
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    text: Text | None
+    pieces: list[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +183,7 @@ class _Flight:
     handle: Any
     num_decode_rows: int | None  # padded, of a mixed step; None for a window
     report: bool
+    prompts: tuple[range, ...] = ()  # for each chunk the prompt positions that it reports on
 
 
 class Engine:
@@ -175,6 +200,8 @@ class Engine:
       seed: from which the seeds of requests that name none are drawn.
       runner: runs the steps; by default the transformer of `params`. A test may pass another.
       hasher: names blocks for the prefix cache.
+      vocab_size: ids of the tokenizer, where the model has rows for more: those are never sampled and count in no sum.
+      logits_processors: traced functions of (logits f32[B, V], `LogitsState`) that give logits; they come before everything else.
 
     Attributes:
       max_model_len: the most tokens of prompt and answer together: what the model allows, the settings ask for and the cache holds.
@@ -196,6 +223,8 @@ class Engine:
         seed: int = 0,
         runner: Callable[[EngineConfig, Buckets, int], Runner] | None = None,
         hasher: Hasher = hash_block,
+        vocab_size: int | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         if params is None and runner is None:
             raise ConfigError("params is None; without weights there is nothing to run but a runner of your own")
@@ -205,6 +234,10 @@ class Engine:
                 raise RequestError(f"seed is {seed}; it must be 0 or more")
         except RequestError as error:
             raise ConfigError(str(error)) from None
+        if vocab_size is not None and not 1 <= vocab_size <= config.vocab_size:
+            raise ConfigError(f"vocab_size is {vocab_size}; the model has {config.vocab_size} rows")
+        self.vocab_size = config.vocab_size if vocab_size is None else vocab_size
+        sampler = Sampler(vocab_size, engine_config.logprobs_mode, tuple(logits_processors))
         try:
             for op in ("paged_attention", "paged_prefill_attention", "write_kv"):
                 pallas_kernels.support(op, engine_config.implementation)
@@ -218,7 +251,7 @@ class Engine:
         platform = "gpu" if platform in ("gpu", "cuda") else "cpu"
         self.buckets = make_buckets(engine_config, length, platform)
         kv_dtype = cache_dtype(engine_config.kv_cache_dtype, config.dtype, platform)
-        self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, kv_dtype, mesh)
+        self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, kv_dtype, mesh, sampler)
         self.max_model_len = min(length, self.num_kv_blocks * engine_config.block_size)
         self.config, self.engine_config = config, engine_config
         if asked is not None and self.max_model_len < asked:
@@ -228,7 +261,7 @@ class Engine:
         self._runner: Runner
         if runner is None:
             assert params is not None
-            self._runner = ModelRunner(params, config, engine_config, self.buckets, self.num_kv_blocks, mesh, kv_dtype)
+            self._runner = ModelRunner(params, config, engine_config, self.buckets, self.num_kv_blocks, mesh, kv_dtype, sampler)
         else:
             self._runner = runner(engine_config, self.buckets, self.num_kv_blocks)
         self._allocator = BlockAllocator(self.num_kv_blocks)
@@ -266,6 +299,8 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         name: str = "the prompt",
+        sample_index: int = 0,
+        text: Text | None = None,
     ) -> str:
         """Queue a request.
 
@@ -276,6 +311,8 @@ class Engine:
           priority: lower ones go first; equal ones in the order in which they came.
           cache_salt: only requests with the same salt share blocks.
           name: what messages call the prompt.
+          sample_index: which of the samples of these parameters to draw: `SamplingParams.n` and `best_of` are for who calls.
+          text: makes text of the tokens, and may end the request; needed for `SamplingParams.stop`.
 
         Returns:
           the request's id.
@@ -291,9 +328,11 @@ class Engine:
             raise RequestError(f"request_id {request_id!r} is in use by a request that has not finished")
         if not isinstance(cache_salt, str):
             raise RequestError(f"cache_salt is {cache_salt!r}; it must be a text")
-        request = self.check_request(prompt_token_ids, sampling_params, name=name)
+        request = self.check_request(prompt_token_ids, sampling_params, name=name, sample_index=sample_index)
+        if text is None and request.params.stop:
+            raise RequestError(f"stop is {list(request.params.stop)}; an engine sees tokens alone: give it a text, or use LLM")
         if request.params.seed is None:
-            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=int(self._seeds.integers(2**32))))
+            request = dataclasses.replace(request, params=dataclasses.replace(request.params, seed=self.draw_seed()))
         logprobs = request.params.logprobs
         row = TokenSequence(request_id, request, next(self._arrivals), integer("priority", priority), cache_salt)
         self._live[request_id] = _Live(
@@ -302,11 +341,20 @@ class Engine:
             frozenset(request.stop_token_ids),
             len(request.stop_token_ids) > self.engine_config.max_device_stop_ids,
             None if logprobs is None else [],
+            None if request.params.prompt_logprobs is None else [None] * len(request.prompt_token_ids),
+            text,
+            [],
         )
         self._scheduler.add(row)
         return request_id
 
-    def check_request(self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, *, name: str = "the prompt") -> Request:
+    def draw_seed(self) -> int:
+        """A seed for a request that names none."""
+        return int(self._seeds.integers(2**32))
+
+    def check_request(
+        self, prompt_token_ids: Sequence[int], sampling_params: SamplingParams, *, name: str = "the prompt", sample_index: int = 0
+    ) -> Request:
         """What `add_request` checks of a prompt and its parameters, without queueing it.
 
         Raises:
@@ -314,11 +362,16 @@ class Engine:
         """
         if not isinstance(sampling_params, SamplingParams):
             raise RequestError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams")
-        if sampling_params.logprobs is not None and sampling_params.logprobs > self.engine_config.max_logprobs:
-            raise RequestError(
-                f"logprobs is {sampling_params.logprobs}; this engine reports at most max_logprobs = {self.engine_config.max_logprobs}"
-            )
-        return make_request(
+        settings = self.engine_config
+        for what in ("logprobs", "prompt_logprobs"):
+            asked = getattr(sampling_params, what)
+            if asked is not None and asked > settings.max_logprobs:
+                raise RequestError(f"{what} is {asked}; this engine reports at most max_logprobs = {settings.max_logprobs}")
+        if sampling_params.bad_words:
+            raise RequestError("bad_words are texts and an engine sees tokens alone: use bad_words_token_ids, or LLM")
+        if not 0 <= integer("sample_index", sample_index) < 2**31:
+            raise RequestError(f"sample_index is {sample_index}; it must be 0 or more")
+        request = make_request(
             prompt_token_ids,
             sampling_params,
             eos_ids=self.eos_token_ids,
@@ -327,7 +380,24 @@ class Engine:
             default_seed=None,
             name=name,
             limit=self._limit(),
+            sample_index=sample_index,
         )
+        longest = max((len(word) for word in request.bad_words), default=0)
+        if longest > settings.max_bad_word_tokens:
+            raise RequestError(
+                f"a bad word has {longest} tokens; this engine takes at most max_bad_word_tokens = {settings.max_bad_word_tokens}"
+            )
+        if len(request.bad_words) > settings.max_bad_words:
+            raise RequestError(
+                f"there are {len(request.bad_words)} spellings of bad words of several tokens; this engine takes at most "
+                f"max_bad_words = {settings.max_bad_words}"
+            )
+        if sampling_params.min_tokens and len(request.stop_token_ids) > settings.max_device_stop_ids:
+            raise RequestError(
+                f"min_tokens is {sampling_params.min_tokens} with {len(request.stop_token_ids)} end tokens; this engine can "
+                f"hold back at most max_device_stop_ids = {settings.max_device_stop_ids} of them"
+            )
+        return request
 
     def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests, wherever they are; their blocks are free at once. An unknown or finished one is no error."""
@@ -376,6 +446,8 @@ class Engine:
         *,
         priorities: Sequence[int] | None = None,
         cache_salts: Sequence[str] | None = None,
+        sample_indices: Sequence[int] | None = None,
+        texts: Sequence[Text | None] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestResult]:
         """Answer all prompts, those of other requests in the engine going on beside them.
@@ -383,7 +455,7 @@ class Engine:
         Args:
           prompts: lists of token ids.
           sampling_params: for all prompts, or one for each.
-          priorities, cache_salts: one for each prompt; see `add_request`.
+          priorities, cache_salts, sample_indices, texts: one for each prompt; see `add_request`.
           use_tqdm: show a progress bar on standard error.
 
         Returns:
@@ -392,7 +464,13 @@ class Engine:
         Raises:
           RequestError: an unusable prompt or parameter. None of the prompts is queued then.
         """
-        for what, several in (("sampling_params", sampling_params), ("priorities", priorities), ("cache_salts", cache_salts)):
+        for what, several in (
+            ("sampling_params", sampling_params),
+            ("priorities", priorities),
+            ("cache_salts", cache_salts),
+            ("sample_indices", sample_indices),
+            ("texts", texts),
+        ):
             if not isinstance(several, SamplingParams | Sequence) and (several is not None or what == "sampling_params"):
                 raise RequestError(f"{what} is {several!r}; it must be one for each prompt")
         each = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
@@ -400,15 +478,31 @@ class Engine:
             raise RequestError(f"sampling_params has {len(each)} entries for {len(prompts)} prompts")
         ranks = [0] * len(prompts) if priorities is None else list(priorities)
         salts = [""] * len(prompts) if cache_salts is None else list(cache_salts)
-        for what, given in (("priorities", ranks), ("cache_salts", salts)):
+        samples = [0] * len(prompts) if sample_indices is None else list(sample_indices)
+        of_texts: list[Text | None] = [None] * len(prompts) if texts is None else list(texts)
+        for what, given in (("priorities", ranks), ("cache_salts", salts), ("sample_indices", samples), ("texts", of_texts)):
             if len(given) != len(prompts):
                 raise RequestError(f"{what} has {len(given)} entries for {len(prompts)} prompts")
         ids: list[str] = []
         others: list[TokenDelta] = []
         try:
-            for index, (prompt, params, rank, salt) in enumerate(zip(prompts, each, ranks, salts, strict=True)):
+            for index, (prompt, params) in enumerate(zip(prompts, each, strict=True)):
                 name = f"prompts[{index}]" if len(prompts) > 1 else "the prompt"
-                ids.append(self.add_request(prompt, params, priority=rank, cache_salt=salt, name=name))
+                if sample_indices is None and params.num_samples > 1:
+                    raise RequestError(
+                        f"{params.num_samples} samples of {name} are asked for; an engine draws one: use LLM, or sample_indices"
+                    )
+                ids.append(
+                    self.add_request(
+                        prompt,
+                        params,
+                        priority=ranks[index],
+                        cache_salt=salts[index],
+                        name=name,
+                        sample_index=samples[index],
+                        text=of_texts[index],
+                    )
+                )
             mine = set(ids)
             self._kept |= mine
             left = len(mine)
@@ -537,8 +631,15 @@ class Engine:
                 num_stops=settings.max_device_stop_ids,
             )
             window = inputs if isinstance(inputs, WindowInputs) else inputs.decode
+            for chunk in batch.prefills:
+                if chunk.is_last:
+                    self._set_tables(chunk.sequence)
+            prompts: tuple[range, ...] = ()
+            if not isinstance(inputs, WindowInputs) and inputs.prompt is not None:
+                prompts = tuple(prompt_range(chunk) for chunk in batch.prefills)
+            report = report or bool(prompts)
             handle = self._runner.dispatch(inputs, report=report)
-            self._flights.append(_Flight(batch, handle, None if window is inputs else len(window.state_ids), report))
+            self._flights.append(_Flight(batch, handle, None if window is inputs else len(window.state_ids), report, prompts))
         except BaseException as error:  # (whatever the device reports: its requests fail, not the engine)
             # Tokens of the steps before are sound, and some of these requests may end with them.
             while self._flights:
@@ -551,6 +652,15 @@ class Engine:
         self._table_bytes += window.state_ids.nbytes + window.block_tables.nbytes
         if not isinstance(inputs, WindowInputs):
             self._table_bytes += inputs.prefill.prefill_block_tables.nbytes
+
+    def _set_tables(self, row: TokenSequence) -> None:
+        """Where a request has tables, give them to the row that it is about to start in."""
+        settings = self.engine_config
+        words = settings.max_bad_words, settings.max_bad_word_tokens
+        tables = table_row(row.request, row.new_token_ids, self.config.vocab_size, *words)
+        if tables is not None:
+            self._runner.set_tables(row.state_id, tables)
+            self._num_dispatches += 1
 
     def _take(self) -> None:
         """Bring the tokens of the oldest dispatch to their requests."""
@@ -581,6 +691,9 @@ class Engine:
                 self._give(row, expected, columns[index][: counts[index]], now, sampled if flight.report else None, index)
             self._meter.tokens(now, self._num_given - before)
             return
+        if flight.prompts:
+            self._give_prompts(flight, sampled)
+            sampled = sampled._replace(prompt=None)
         tokens = sampled.token.tolist()
         whole = jax.tree.map(lambda leaf: leaf[None], sampled) if flight.report else None
         places = [(row, i) for i, row in enumerate(batch.decodes)]
@@ -588,6 +701,22 @@ class Engine:
         for row, index in places:
             self._give(row, 1, tokens[index : index + 1] if tokens[index] >= 0 else [], now, whole, index)
         self._meter.tokens(now, self._num_given - before)
+
+    def _give_prompts(self, flight: _Flight, sampled: Sampled) -> None:
+        """Log-probabilities of prompt tokens, in the order of `batch.prompt_inputs`."""
+        assert sampled.prompt is not None
+        reported = jax.tree.map(lambda leaf: leaf[None], sampled.prompt)
+        at = 0
+        for chunk, positions in zip(flight.batch.prefills, flight.prompts, strict=True):
+            row = chunk.sequence
+            live = self._live.get(row.request_id)
+            if live is not None and live.row is row and live.prompt_logprobs is not None:
+                num_top = row.request.params.prompt_logprobs or 0
+                for i, position in enumerate(positions, at):
+                    live.prompt_logprobs[position] = token_logprobs(reported, 0, i, num_top)
+                if positions and positions[-1] == len(live.prompt_logprobs) - 1:
+                    row.wants_prompt_logprobs = False
+            at += len(positions)
 
     def _give(self, row: TokenSequence, expected: int, token_ids: list[int], now: float, sampled: Sampled | None, index: int) -> None:
         """Tokens for one row of a dispatch; it may have been aborted meanwhile."""
@@ -597,6 +726,10 @@ class Engine:
         if live.host_stops:
             end = next((i for i, token in enumerate(token_ids) if token in live.stops), None)
             token_ids = token_ids if end is None else token_ids[: end + 1]
+        piece = None
+        if live.text is not None:
+            token_ids, piece = self._read(live, token_ids)
+            live.pieces.append(piece)
         self._scheduler.update(row, expected, token_ids)
         if not token_ids:
             # The device ends a row for the same reasons as the host, whose last tokens came with an earlier dispatch.
@@ -612,12 +745,32 @@ class Engine:
             num_top = row.request.params.logprobs or 0
             logprobs = [token_logprobs(sampled, i, index, num_top) for i in range(len(token_ids))]
             live.logprobs.extend(logprobs)
-        if token_ids[-1] in live.stops:
-            self._finish(live, "stop", token_ids, logprobs)
+        if live.text is not None and live.text.stopped is not None:
+            self._finish(live, "stop", token_ids, logprobs, stop_reason=live.text.stopped)
+        elif token_ids[-1] in live.stops:
+            named = token_ids[-1] in row.request.params.stop_token_ids
+            self._finish(live, "stop", token_ids, logprobs, stop_reason=token_ids[-1] if named else None)
         elif row.num_new_tokens >= row.request.max_new_tokens:
             self._finish(live, "length", token_ids, logprobs)
         else:
-            self._out.append(TokenDelta(row.request_id, token_ids, logprobs, None))
+            self._out.append(TokenDelta(row.request_id, token_ids, logprobs, None, text=piece))
+
+    def _read(self, live: _Live, token_ids: list[int]) -> tuple[list[int], str]:
+        """Tokens as text: those up to the end of the answer, and the text that became certain."""
+        assert live.text is not None
+        text, pieces, params = live.text, [], live.row.request.params
+        for i, token in enumerate(token_ids):
+            # An end token ends the answer and says nothing in it, unless what ends it is asked for.
+            if token not in live.stops or params.include_stop_str_in_output:
+                pieces.append(text.step(token))
+            if text.stopped is not None:
+                return token_ids[: i + 1], "".join(pieces)
+        ends = bool(token_ids) and (
+            token_ids[-1] in live.stops or live.row.num_new_tokens + len(token_ids) >= live.row.request.max_new_tokens
+        )
+        if ends:
+            pieces.append(text.finish())
+        return token_ids, "".join(pieces)
 
     def _finish(
         self,
@@ -626,13 +779,19 @@ class Engine:
         token_ids: list[int],
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
+        stop_reason: int | str | None = None,
     ) -> None:
         row, times = live.row, live.times
+        if live.text is not None and reason in ("abort", "error"):
+            live.pieces.append(live.text.finish())
         self._scheduler.finish(row)
         del self._live[row.request_id]
         self._ending.add(row.request_id)
         self._meter.finished(times, row.num_new_tokens)
-        self._out.append(TokenDelta(row.request_id, token_ids, logprobs if live.logprobs is not None else None, reason, error))
+        shown = live.pieces[-1] if live.text is not None and live.pieces else None
+        self._out.append(
+            TokenDelta(row.request_id, token_ids, logprobs if live.logprobs is not None else None, reason, error, shown, stop_reason)
+        )
         first = times.time_to_first_token()
         decode = 0.0 if times.first_token_s is None or times.finished_s is None else times.finished_s - times.first_token_s
         if row.request_id in self._kept:
@@ -648,6 +807,9 @@ class Engine:
                 prefill_s=first,
                 decode_s=decode,
                 error=error,
+                text=None if live.text is None else "".join(live.pieces),
+                stop_reason=stop_reason,
+                prompt_logprobs=None if row.wants_prompt_logprobs else live.prompt_logprobs,
             )
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
@@ -687,12 +849,22 @@ def _compilation_cache(cache_dir: str | Path | None = None) -> Path:
 def token_logprobs(sampled: Sampled, step: int, row: int, num_top: int) -> TokenLogprobs:
     """What ``sampled``, leaves [W, B, ...], says of one token."""
     assert sampled.logprob is not None and sampled.rank is not None and sampled.top_ids is not None and sampled.top_logprobs is not None
-    ids, values = sampled.top_ids[step, row, :num_top].tolist(), sampled.top_logprobs[step, row, :num_top].tolist()
-    return TokenLogprobs(float(sampled.logprob[step, row]), int(sampled.rank[step, row]), tuple(zip(ids, values, strict=True)))
+    return make_token_logprobs(
+        float(sampled.logprob[step, row]),
+        int(sampled.rank[step, row]),
+        sampled.top_ids[step, row, :num_top].tolist(),
+        sampled.top_logprobs[step, row, :num_top].tolist(),
+    )
 
 
 def _num_kv_blocks(
-    params: Params | None, config: ModelConfig, settings: EngineConfig, buckets: Buckets, kv_dtype: str, mesh: Mesh | None
+    params: Params | None,
+    config: ModelConfig,
+    settings: EngineConfig,
+    buckets: Buckets,
+    kv_dtype: str,
+    mesh: Mesh | None,
+    sampler: Sampler,
 ) -> int:
     """Blocks that the settings ask for, or that fit."""
     if settings.num_kv_blocks is not None:
@@ -720,7 +892,7 @@ def _num_kv_blocks(
             memory.total_bytes / (1 << 30),
         )
     with keep_every_compilation(_compilation_cache()):
-        workspace = workspace_bytes(params, config, settings, buckets, kv_dtype, mesh)
+        workspace = workspace_bytes(params, config, settings, buckets, kv_dtype, mesh, sampler)
     return num_blocks_that_fit(
         dataclasses.replace(memory, other_bytes=max(0, stats["bytes_in_use"] - weights)),
         utilization=settings.gpu_memory_utilization,

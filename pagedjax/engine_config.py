@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 from pagedjax.allocator import blocks_for
 from pagedjax.config import ModelConfig
@@ -33,7 +34,12 @@ class EngineConfig:
       gpu_memory_utilization: the share of the device's memory for weights, workspace and KV cache together.
       enable_prefix_caching: whether requests share the blocks of equal prefixes.
       max_logprobs: the most log-probabilities a token that a request may ask for.
+      logprobs_mode: ``"raw"``, of the model's own distribution; or ``"processed"``, of the one that a token is drawn from, after
+        everything that a request asks for. The second costs a sort of the vocabulary at each token while somebody wants them. Of prompt
+        tokens, it has temperature, top-k, top-p and min-p.
       max_device_stop_ids: stop ids a request that the device looks at; the host looks at the rest, a window later.
+      max_bad_words: the most `bad_words` of several tokens a request, each spelling counted; those of one token do not count.
+      max_bad_word_tokens: the most tokens of one.
       implementation: of the kernels; ``None`` picks the fastest here.
       row_buckets: sizes of decode windows in rows; ``None`` for a default that suits the device. So are the next three.
       mixed_row_buckets: decode rows of a step with prefill chunks.
@@ -55,7 +61,10 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     max_device_stop_ids: int = 8
+    max_bad_words: int = 8
+    max_bad_word_tokens: int = 8
     implementation: str | None = None
     row_buckets: tuple[int, ...] | None = None
     mixed_row_buckets: tuple[int, ...] | None = None
@@ -64,7 +73,16 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         optional = ("max_model_len", "num_kv_blocks", "kv_cache_bytes")
-        for name in ("max_num_seqs", "block_size", "token_budget", "window", "max_device_stop_ids", *optional):
+        for name in (
+            "max_num_seqs",
+            "block_size",
+            "token_budget",
+            "window",
+            "max_device_stop_ids",
+            "max_bad_words",
+            "max_bad_word_tokens",
+            *optional,
+        ):
             value = getattr(self, name)
             if name in optional and value is None:
                 continue
@@ -74,6 +92,8 @@ class EngineConfig:
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
         if self.kv_cache_dtype not in ("auto", *_ITEMSIZE):
             raise ConfigError(f"kv_cache_dtype is {self.kv_cache_dtype!r}; it must be one of auto, {', '.join(_ITEMSIZE)}")
+        if self.logprobs_mode not in ("raw", "processed"):
+            raise ConfigError(f"logprobs_mode is {self.logprobs_mode!r}; it must be raw or processed")
         logprobs = self.max_logprobs
         if isinstance(logprobs, bool) or not isinstance(logprobs, int) or not 0 <= logprobs <= 64:
             raise ConfigError(f"max_logprobs is {logprobs!r}; it must be an integer from 0 to 64")
@@ -121,8 +141,8 @@ class Buckets:
 
     @property
     def num_executables(self) -> int:
-        """How many sizes of windows and mixed steps there are."""
-        return len(self.widths) * (len(self.rows) + len(self.mixed_rows) * len(self.tokens))
+        """How many there are: of sizes of windows and mixed steps, of a step with log-probabilities of prompts, and of setting tables."""
+        return len(self.widths) * (len(self.rows) + len(self.mixed_rows) * len(self.tokens)) + 2
 
     def prefill_rows(self, num_tokens: int) -> int:
         """Chunks that a step of this many padded tokens has room for [C]."""

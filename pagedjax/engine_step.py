@@ -9,15 +9,38 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
-from pagedjax.inputs import MixedInputs, SamplingInputs, StepInputs, WindowInputs
+from pagedjax.inputs import (
+    USES_LOGPROBS,
+    LogitTables,
+    MixedInputs,
+    PromptInputs,
+    SamplingInputs,
+    StepInputs,
+    TableRow,
+    WindowInputs,
+    neutral_sampling,
+)
 from pagedjax.kv_cache import KVCache
-from pagedjax.model import forward
+from pagedjax.model import hidden_states, unembed
 from pagedjax.params import Params
-from pagedjax.sampling import Sampled, sample
-from pagedjax.step import RequestState, decode_inputs, decode_loop, finished, make_state, report_sampled
+from pagedjax.sampling import (
+    LogitsState,
+    Sampled,
+    Sampler,
+    count_tokens,
+    make_tables,
+    processed_logits,
+    sample,
+    set_table_row,
+)
+from pagedjax.step import RequestState, decode_inputs, decode_rows, finished, make_state, sampling_implementation
+from pallas_kernels import token_logprobs
+
+PROMPT_PIECE = 256  # prompt tokens whose logits exist at once
 
 
 @struct.dataclass
@@ -27,26 +50,31 @@ class EngineState:
     Attributes:
       rows: leaves [S].
       sampling: leaves [S, ...], set when a row starts.
+      tables: of the rows that have any, set before they start.
     """
 
     rows: RequestState
     sampling: SamplingInputs
+    tables: LogitTables
 
 
-def make_engine_state(num_rows: int, num_stops: int) -> EngineState:
-    """State of `num_rows` rows without a request, each with room for `num_stops` stop ids."""
-    floats = [jnp.zeros(num_rows, jnp.float32) for _ in range(2)]
-    ints = [jnp.zeros(num_rows, jnp.int32) for _ in range(3)]
-    sampling = SamplingInputs(
-        temperature=floats[0],
-        top_k=ints[0],
-        top_p=floats[1],
-        seed=jnp.zeros(num_rows, jnp.uint32),
-        sample_index=ints[1],
-        max_new_tokens=ints[2],
-        stop_token_ids=jnp.full((num_rows, num_stops), -1, jnp.int32),
-    )
-    return EngineState(make_state(num_rows), sampling)
+def make_engine_state(num_rows: int, num_stops: int, vocab: int, num_words: int, word_len: int) -> EngineState:
+    """State of `num_rows` rows without a request.
+
+    Args:
+      num_rows: [S].
+      num_stops: stop ids of a row [E].
+      vocab: of the model [V].
+      num_words: sequences of tokens that a row may forbid [W].
+      word_len: tokens of the longest [L].
+    """
+    sampling = SamplingInputs(*(jnp.asarray(leaf) for leaf in neutral_sampling(num_rows, num_stops)))
+    return EngineState(make_state(num_rows), sampling, make_tables(num_rows, vocab, num_words, word_len))
+
+
+def set_tables(state: EngineState, row: jax.Array, values: TableRow) -> EngineState:
+    """`state` with other tables for ``row i32[]``, which a request is about to start in."""
+    return state.replace(tables=set_table_row(state.tables, row, values))  # type: ignore[attr-defined]
 
 
 def decode_window(
@@ -54,12 +82,12 @@ def decode_window(
     cache: KVCache,
     state: EngineState,
     inputs: WindowInputs,
-    report: jax.Array,
     *,
     config: ModelConfig,
     num_steps: int,
     window: int,
     num_logprobs: int,
+    sampler: Sampler = Sampler(),
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> tuple[Sampled, KVCache, EngineState]:
@@ -69,30 +97,33 @@ def decode_window(
       params, cache, config, mesh, implementation: see `model.forward`.
       state: of all rows.
       inputs: which rows, and their blocks.
-      report: bool[], whether log-probabilities are wanted.
       num_steps: static.
       window: steps between two looks at whether all rows are done, see `step.decode_loop`. Static.
-      num_logprobs: the likeliest tokens that are reported [J]. Static.
+      num_logprobs: the likeliest tokens that are reported [J] for rows that ask. Static.
+      sampler: see `sampling.Sampler`. Static.
 
     Returns:
       what was sampled, leaves [num_steps, B, ...], token -1 after a row is done; cache and state.
     """
     rows, sampling = _pick(state, inputs.state_ids)
-    sampled, cache, rows = decode_loop(
+    sampled, cache, rows, tables = decode_rows(
         params,
         cache,
         rows,
         inputs.block_tables,
         sampling,
+        state.tables,
+        inputs.state_ids,
         config=config,
         num_steps=num_steps,
         window=window,
         mesh=mesh,
         num_logprobs=num_logprobs,
+        sampler=sampler,
         implementation=implementation,
-        report=report,
     )
-    return sampled, cache, EngineState(_put(state.rows, inputs.state_ids, rows), state.sampling)
+    assert tables is not None
+    return sampled, cache, EngineState(_put(state.rows, inputs.state_ids, rows), state.sampling, tables)
 
 
 def mixed_step(
@@ -100,10 +131,10 @@ def mixed_step(
     cache: KVCache,
     state: EngineState,
     inputs: MixedInputs,
-    report: jax.Array,
     *,
     config: ModelConfig,
     num_logprobs: int,
+    sampler: Sampler = Sampler(),
     mesh: Mesh | None = None,
     implementation: str | None = None,
 ) -> tuple[Sampled, KVCache, EngineState]:
@@ -113,35 +144,84 @@ def mixed_step(
       params, cache, config, mesh, implementation: see `model.forward`.
       state: of all rows.
       inputs: decode rows [B] and chunks [C].
-      report, num_logprobs: see `decode_window`.
+      num_logprobs, sampler: see `decode_window`.
 
     Returns:
       what was sampled, leaves [B + C, ...], the decode rows first (token -1 where the row was done; meaningless for a chunk that does not
-      end its prompt); cache and state.
+      end its prompt), with the prompt's log-probabilities where `inputs` asks for them; cache and state.
     """
     rows, of_rows = _pick(state, inputs.decode.state_ids)
     num_decode = rows.done.shape[0]
     decode, prefill = decode_inputs(rows, inputs.decode.block_tables, cache.block_size), inputs.prefill
-    logits, cache = forward(params, cache, _join(decode, prefill), config, mesh, implementation=implementation)
+    joined = _join(decode, prefill)
+    x, cache = hidden_states(params, cache, joined, config, mesh, implementation=implementation)
+    logits = unembed(params, x[joined.logit_ids], config, mesh)
 
     starts = prefill.positions[prefill.logit_ids] + 1
     positions = jnp.concatenate([rows.num_computed_tokens + 1, starts])
     sampling = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), of_rows, inputs.sampling)
-    live = jnp.concatenate([~rows.done, jnp.ones(starts.shape, bool)])
-    token = jnp.where(live, sample(logits, sampling, positions), -1)
-    generated = jnp.concatenate([rows.num_generated, jnp.zeros_like(starts)]) + live.astype(jnp.int32)
-    done = ~live | finished(token, generated, sampling)
+    ids = jnp.concatenate([inputs.decode.state_ids, prefill.state_ids])
+    live = jnp.concatenate([~rows.done, prefill.state_ids < state.rows.done.shape[0]])
+    before = jnp.concatenate([rows.num_generated, jnp.zeros_like(starts)])
+    where = LogitsState(joined.token_ids[joined.logit_ids], positions, before, sampling.seed, sampling.sample_index)
+    chosen = sampling_implementation(implementation, mesh)
+    sampled = sample(
+        logits, sampling, where, live, tables=state.tables, rows=ids, num_logprobs=num_logprobs, sampler=sampler, implementation=chosen
+    )
+    token = sampled.token
+    tables = count_tokens(state.tables, ids, sampling.flags, token, live)
+    generated = before + live.astype(jnp.int32)
     new = RequestState(
         last_token=jnp.where(live, token, 0),
         num_computed_tokens=jnp.where(live, positions, positions - 1),
         num_generated=generated,
-        done=done,
+        done=~live | finished(token, generated, sampling),
     )
-    ids = jnp.concatenate([inputs.decode.state_ids, prefill.state_ids])
     of_chunks = jax.tree.map(lambda all_, some: all_.at[prefill.state_ids].set(some, mode="drop"), state.sampling, inputs.sampling)
-    sampled = report_sampled(logits, jnp.maximum(token, 0), num_logprobs, report)._replace(token=token)
-    assert token.shape[0] == num_decode + prefill.logit_ids.shape[0]
-    return sampled, cache, EngineState(_put(state.rows, ids, new), of_chunks)
+    sampled = sampled._replace(token=jnp.where(live, token, -1))
+    if inputs.prompt is not None:
+        reported = _prompt_logprobs(params, x[num_decode:], inputs.prompt, inputs.sampling, config, num_logprobs, sampler, mesh, chosen)
+        sampled = sampled._replace(prompt=reported)
+    return sampled, cache, EngineState(_put(state.rows, ids, new), of_chunks, tables)
+
+
+def _prompt_logprobs(
+    params: Params,
+    x: jax.Array,
+    prompt: PromptInputs,
+    sampling: SamplingInputs,
+    config: ModelConfig,
+    num_logprobs: int,
+    sampler: Sampler,
+    mesh: Mesh | None,
+    implementation: str | None,
+) -> Sampled:
+    """Log-probabilities of prompt tokens from ``x [T, D]``, a piece at a time: the logits of all would not fit."""
+    num_tokens = prompt.token_ids.shape[0]
+    piece = min(PROMPT_PIECE, num_tokens)
+    padded = -(-num_tokens // piece) * piece
+    token_ids, logit_ids, chunk_ids = (jnp.pad(a, (0, padded - num_tokens)) for a in prompt[1:])
+    vocab_size = sampler.vocab_size
+    # Here the settings are those of the chunk that a token belongs to, and log-probabilities are wanted of every token.
+    flags = jnp.full(piece, USES_LOGPROBS, jnp.int32)
+
+    def one_piece(index: jax.Array, out: Sampled) -> Sampled:
+        def cut(a: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(a, index * piece, piece)
+
+        logits = unembed(params, x[cut(logit_ids)], config, mesh)
+        size = vocab_size
+        if sampler.logprobs_mode == "processed":
+            settings = SamplingInputs(*(leaf[cut(chunk_ids)] for leaf in sampling))._replace(flags=flags)
+            logits, size = processed_logits(logits, settings, flags > 0, vocab_size=size), None
+        token = cut(token_ids)
+        wanted = index * piece + jnp.arange(piece) < prompt.count
+        one = Sampled(token, *token_logprobs(logits, token, wanted, num_top=num_logprobs, vocab_size=size, implementation=implementation))
+        return jax.tree.map(lambda all_, some: lax.dynamic_update_slice_in_dim(all_, some, index * piece, 0), out, one)
+
+    zero, top = jnp.zeros(padded, jnp.float32), (padded, num_logprobs)
+    nothing = Sampled(token_ids, zero, jnp.zeros(padded, jnp.int32), jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32))
+    return lax.fori_loop(0, -(-prompt.count // piece), one_piece, nothing)
 
 
 def _pick(state: EngineState, ids: jax.Array) -> tuple[RequestState, SamplingInputs]:

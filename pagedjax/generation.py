@@ -20,7 +20,7 @@ from pagedjax.config import ModelConfig
 from pagedjax.errors import ConfigError, RequestError
 from pagedjax.kv_cache import KVCache, make_cache
 from pagedjax.params import MESH_AXIS, Params
-from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request
+from pagedjax.request import FinishReason, Request, SamplingParams, TokenLogprobs, integer, make_request, make_token_logprobs
 from pagedjax.sampling import Sampled
 
 _STEPS_BETWEEN_REPORTS = 64
@@ -292,8 +292,8 @@ def _column(reported: Sampled, row: int) -> Sampled:
 
 def _token_logprobs(column: Sampled, index: int, num_top: int) -> TokenLogprobs:
     assert column.logprob is not None and column.rank is not None and column.top_ids is not None and column.top_logprobs is not None
-    pairs = zip(column.top_ids[index, :num_top], column.top_logprobs[index, :num_top], strict=True)
-    return TokenLogprobs(float(column.logprob[index]), int(column.rank[index]), tuple((int(i), float(p)) for i, p in pairs))
+    ids, values = column.top_ids[index, :num_top].tolist(), column.top_logprobs[index, :num_top].tolist()
+    return make_token_logprobs(float(column.logprob[index]), int(column.rank[index]), ids, values)
 
 
 def _place_by_row(firsts: list[tuple[np.ndarray, Sampled]], num_rows: int) -> Sampled:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+
 # Built by the host as np.ndarray, read on the device as jax.Array; NamedTuple fields of both kinds share these types.
 Array = Any
 
@@ -51,6 +53,11 @@ class SamplingInputs(NamedTuple):
       sample_index: i32[B], tells apart several samples of one request.
       max_new_tokens: i32[B]; 0 for a pad row.
       stop_token_ids: i32[B, E], any of which ends the row; padded with -1.
+      min_p: f32[B] in [0, 1]; 0 is off.
+      repetition, presence, frequency: f32[B], the penalties; 1, 0 and 0 are off.
+      min_new_tokens: i32[B], no stop id before so many new tokens.
+      flags: i32[B], what a row uses: `USES_BIAS`, `USES_COUNTS` and `USES_BAD_WORDS` of its `LogitTables`, `USES_MIN_TOKENS`, and
+        `USES_LOGPROBS` where its log-probabilities are reported.
     """
 
     temperature: Array
@@ -60,6 +67,57 @@ class SamplingInputs(NamedTuple):
     sample_index: Array
     max_new_tokens: Array
     stop_token_ids: Array
+    min_p: Array
+    repetition: Array
+    presence: Array
+    frequency: Array
+    min_new_tokens: Array
+    flags: Array
+
+
+USES_BIAS, USES_COUNTS, USES_BAD_WORDS, USES_MIN_TOKENS, USES_LOGPROBS = 1, 2, 4, 8, 16
+
+
+class LogitTables(NamedTuple):
+    """What changes the logits of a row beside its settings. A row without the flag for a table never reads it.
+
+    Attributes:
+      bias: f32[S, V], added; minus infinity for an id that is not allowed.
+      counts: i32[S, V], twice how often the id is in the output, and 1 more if it is in the prompt.
+      bad_words: i32[S, W, L], sequences of ids, padded with -1 in front; a word's last id may not follow its others.
+      recent: i32[S, L - 1], the newest output tokens, the newest last; -1 where there are fewer.
+    """
+
+    bias: Array
+    counts: Array
+    bad_words: Array
+    recent: Array
+
+
+def neutral_sampling(num_rows: int, num_stops: int) -> SamplingInputs:
+    """Settings of rows without a request: greedy, and no token may come."""
+
+    def zeros(dtype: Any) -> np.ndarray:
+        return np.zeros(num_rows, dtype)
+
+    def ones() -> np.ndarray:
+        return np.ones(num_rows, np.float32)
+
+    return SamplingInputs(
+        temperature=zeros(np.float32),
+        top_k=zeros(np.int32),
+        top_p=ones(),
+        seed=zeros(np.uint32),
+        sample_index=zeros(np.int32),
+        max_new_tokens=zeros(np.int32),
+        stop_token_ids=np.full((num_rows, num_stops), -1, np.int32),
+        min_p=zeros(np.float32),
+        repetition=ones(),
+        presence=zeros(np.float32),
+        frequency=zeros(np.float32),
+        min_new_tokens=zeros(np.int32),
+        flags=zeros(np.int32),
+    )
 
 
 class WindowInputs(NamedTuple):
@@ -74,6 +132,22 @@ class WindowInputs(NamedTuple):
     block_tables: Array
 
 
+class PromptInputs(NamedTuple):
+    """Prompt tokens whose log-probabilities are reported, at most as many as there are prefill tokens.
+
+    Attributes:
+      count: i32[], how many.
+      token_ids: i32[T], the tokens.
+      logit_ids: i32[T], for each the prefill token before it, whose logits say how likely it was.
+      chunk_ids: i32[T], for each its chunk.
+    """
+
+    count: Array
+    token_ids: Array
+    logit_ids: Array
+    chunk_ids: Array
+
+
 class MixedInputs(NamedTuple):
     """One step of `B` decode rows and of prefill chunks.
 
@@ -81,8 +155,23 @@ class MixedInputs(NamedTuple):
       decode: the decode rows.
       prefill: the chunks, without decode rows.
       sampling: of the `C` chunks; a chunk that ends its prompt takes its settings to its row of `EngineState`.
+      prompt: where log-probabilities of prompt tokens are wanted: such a step is compiled apart.
     """
 
     decode: WindowInputs
     prefill: StepInputs
     sampling: SamplingInputs
+    prompt: PromptInputs | None = None
+
+
+class TableRow(NamedTuple):
+    """One row of `LogitTables`.
+
+    Attributes:
+      bias: f32[V]. counts: i32[V]. bad_words: i32[W, L]. recent: i32[L - 1].
+    """
+
+    bias: Array
+    counts: Array
+    bad_words: Array
+    recent: Array

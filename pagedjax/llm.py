@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,21 +21,17 @@ from pagedjax.errors import CheckpointError, EngineError, RequestError
 from pagedjax.load import eos_token_ids, load_config, load_params
 from pagedjax.params import Params
 from pagedjax.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenLogprobs
-from pagedjax.text import Tokenizer
+from pagedjax.sampling import LogitsProcessor
+from pagedjax.text import AnswerText, Tokenizer
 
 Prompt = str | Mapping[str, Any]
 Message = Mapping[str, Any]
 
-# What a generation config may ask for beyond temperature, top-k and top-p, with the values under which it asks for nothing.
+# What a generation config may ask for and does not get, with the values under which it asks for nothing.
 _NOT_BUILT: dict[str, Any] = {
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
     "typical_p": 1.0,
     "no_repeat_ngram_size": 0,
     "num_beams": 1,
-    "min_new_tokens": 0,
-    "suppress_tokens": [],
-    "bad_words_ids": [],
 }
 
 
@@ -59,6 +56,7 @@ class LLM:
       revision: of a hub id.
       engine_config: everything else about how it runs; the arguments above go before it.
       mesh: shards weights and cache over KV heads.
+      logits_processors: see `Engine`.
       progress: called with (tensors read, tensors in all) while the weights load.
 
     Attributes:
@@ -87,6 +85,7 @@ class LLM:
         revision: str | None = None,
         engine_config: EngineConfig = EngineConfig(),
         mesh: Mesh | None = None,
+        logits_processors: Sequence[LogitsProcessor] = (),
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         named = dict(max_num_seqs=max_num_seqs, kv_cache_bytes=kv_cache_bytes, gpu_memory_utilization=gpu_memory_utilization)
@@ -106,6 +105,8 @@ class LLM:
             mesh,
             eos_token_ids=self.eos_token_ids,
             seed=seed,
+            vocab_size=min(self.tokenizer.vocab_size, self.config.vocab_size) or None,
+            logits_processors=logits_processors,
         )
         self._ids = itertools.count()
         self._mail: dict[str, collections.deque[TokenDelta]] = {}
@@ -208,16 +209,18 @@ class LLM:
         if not messages:
             raise RequestError("messages is empty; a conversation needs at least one message")
         ids = self.tokenizer.encode_chat(messages, tools=tools, **dict(chat_template_kwargs or {}))
-        params = sampling_params or self.default_sampling_params
+        params = self._as_token_ids(sampling_params or self.default_sampling_params)
+        if params.num_samples > 1:
+            raise RequestError(f"{params.num_samples} samples are asked for; a stream is one answer")
+        if not params.detokenize:
+            raise RequestError("detokenize is False; a stream gives text")
         self.engine.check_request(ids, params)
         return self._stream(ids, params)
 
     def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
-        text = self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
-        request_id = self.engine.add_request(ids, params)
+        request_id = self.engine.add_request(ids, params, text=self._text(params))
         # Two streams may be read in turn: whoever runs a step keeps what it gave to the other.
         mail = self._mail[request_id] = collections.deque()
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
         reason = None
         try:
             while reason is None:
@@ -230,10 +233,7 @@ class LLM:
                 reason = delta.finish_reason
                 if delta.error is not None:
                     raise EngineError(delta.error)
-                yield "".join(text.step(token) for token in delta.token_ids if token not in stops)
-            rest = text.finish()
-            if rest:
-                yield rest
+                yield delta.text or ""
         finally:
             del self._mail[request_id]
             if reason is None:
@@ -269,39 +269,103 @@ class LLM:
         use_tqdm: bool,
     ) -> list[RequestOutput]:
         params = self.default_sampling_params if sampling_params is None else sampling_params
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        results = self.engine.generate(
-            [p.token_ids for p in prompts], each, priorities=priority, cache_salts=[p.cache_salt for p in prompts], use_tqdm=use_tqdm
+        given = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(given) != len(prompts) or any(not isinstance(one, SamplingParams) for one in given):
+            raise RequestError(f"sampling_params has {len(given)} entries for {len(prompts)} prompts; each must be a SamplingParams")
+        if priority is not None and len(priority) != len(prompts):
+            raise RequestError(f"priority has {len(priority)} entries for {len(prompts)} prompts")
+        each = [self._as_token_ids(one) for one in given]
+        samples = [(at, index) for at, one in enumerate(each) for index in range(one.num_samples)]
+        results = iter(
+            self.engine.generate(
+                [prompts[at].token_ids for at, _ in samples],
+                [self._of_sample(each[at], index) for at, index in samples],
+                priorities=None if priority is None else [priority[at] for at, _ in samples],
+                cache_salts=[prompts[at].cache_salt for at, _ in samples],
+                sample_indices=[index for _, index in samples],
+                texts=[self._text(each[at]) if each[at].stop else None for at, _ in samples],
+                use_tqdm=use_tqdm,
+            )
         )
-        return [self._output(prompt.text, one, result) for prompt, one, result in zip(prompts, each, results, strict=True)]
+        of_prompts = [[next(results) for _ in range(one.num_samples)] for one in each]
+        return [self._output(prompt.text, one, several) for prompt, one, several in zip(prompts, each, of_prompts, strict=True)]
 
-    def _output(self, prompt: str | None, params: SamplingParams, result: RequestResult) -> RequestOutput:
-        ids = result.token_ids
-        stopped = result.finish_reason == "stop"
-        logprobs = None if result.logprobs is None else [self._logprobs(t, lp) for t, lp in zip(ids, result.logprobs, strict=True)]
-        completion = CompletionOutput(
-            index=0,
-            text=self.tokenizer.decode(ids[:-1] if stopped else ids, skip_special_tokens=params.skip_special_tokens),
-            token_ids=ids,
-            cumulative_logprob=None if result.logprobs is None else sum(lp.logprob for lp in result.logprobs),
-            logprobs=logprobs,
-            finish_reason=result.finish_reason,
-            stop_reason=ids[-1] if stopped and ids[-1] in params.stop_token_ids else None,
+    def _as_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """Bad words as token ids, and a seed where several samples must have the same."""
+        if params.num_samples > 1 and params.seed is None:
+            params = dataclasses.replace(params, seed=self.engine.draw_seed())
+        if not params.bad_words:
+            return params
+        # A word is spelled one way at the start of a word and another within one.
+        spelled = (text for word in params.bad_words for text in (word, f" {word.lstrip()}"))
+        spellings = (self.tokenizer.encode(text, add_special_tokens=False) for text in spelled)
+        ids = dict.fromkeys(tuple(spelling) for spelling in spellings if spelling)
+        return dataclasses.replace(params, bad_words=(), bad_words_token_ids=(*params.bad_words_token_ids, *ids))
+
+    def _of_sample(self, params: SamplingParams, index: int) -> SamplingParams:
+        """Parameters of one of several samples: the prompt's log-probabilities come once, and who is chosen by its own needs them."""
+        if params.best_of is not None and params.best_of > params.n and params.logprobs is None:
+            params = dataclasses.replace(params, logprobs=0)
+        return params if index == 0 else dataclasses.replace(params, prompt_logprobs=None)
+
+    def _text(self, params: SamplingParams) -> AnswerText:
+        return AnswerText(
+            self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens),
+            params.stop,
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            min_tokens=params.min_tokens,
         )
-        metrics = {"prefill_s": result.prefill_s, "decode_s": result.decode_s, "seed": result.seed}
+
+    def _output(self, prompt: str | None, params: SamplingParams, results: Sequence[RequestResult]) -> RequestOutput:
+        first = results[0]
+        chosen = list(results)
+        if params.num_samples > params.n:  # the best of them, the lowest sample first among ties; the worst is one that failed
+            chosen = sorted(results, key=lambda r: -math.inf if r.error is not None else _cumulative(r), reverse=True)[: params.n]
+        metrics = {"prefill_s": first.prefill_s, "decode_s": max(r.decode_s for r in results), "seed": first.seed}
         return RequestOutput(
             str(next(self._ids)),
             prompt,
-            result.prompt_token_ids,
-            [completion],
-            num_cached_tokens=result.num_cached_tokens,
+            first.prompt_token_ids,
+            [self._completion(index, params, result) for index, result in enumerate(chosen)],
+            num_cached_tokens=first.num_cached_tokens,
             metrics=metrics,
-            error=result.error,
+            error=next((r.error for r in results if r.error is not None), None),
+            prompt_logprobs=None if first.prompt_logprobs is None else self._prompt_logprobs(first),
         )
+
+    def _completion(self, index: int, params: SamplingParams, result: RequestResult) -> CompletionOutput:
+        ids = result.token_ids
+        logprobs = None if result.logprobs is None or params.logprobs is None else result.logprobs
+        return CompletionOutput(
+            index=index,
+            text=self._whole_text(params, result),
+            token_ids=ids,
+            cumulative_logprob=None if result.logprobs is None else _cumulative(result),
+            logprobs=None if logprobs is None else [self._logprobs(t, lp) for t, lp in zip(ids, logprobs, strict=True)],
+            finish_reason=result.finish_reason,
+            stop_reason=result.stop_reason,
+        )
+
+    def _whole_text(self, params: SamplingParams, result: RequestResult) -> str:
+        if result.text is not None or not params.detokenize:
+            return result.text or ""
+        ids = result.token_ids
+        # An end token says nothing in the answer, unless what ended it is asked for.
+        shown = ids[:-1] if result.finish_reason == "stop" and not params.include_stop_str_in_output else ids
+        return self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+
+    def _prompt_logprobs(self, result: RequestResult) -> list[dict[int, Logprob] | None]:
+        assert result.prompt_logprobs is not None
+        pairs = zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
+        return [None if lp is None else self._logprobs(token, lp) for token, lp in pairs]
 
     def _logprobs(self, token: int, at: TokenLogprobs) -> dict[int, Logprob]:
         ranked = {token: (at.logprob, at.rank)} | {i: (p, n) for n, (i, p) in enumerate(at.top, 1) if i != token}
         return {i: Logprob(p, rank, self.tokenizer.decode([i], skip_special_tokens=False)) for i, (p, rank) in ranked.items()}
+
+
+def _cumulative(result: RequestResult) -> float:
+    return sum(lp.logprob for lp in result.logprobs or ())
 
 
 def _default_params(checkpoint: Checkpoint) -> SamplingParams:
@@ -314,11 +378,15 @@ def _default_params(checkpoint: Checkpoint) -> SamplingParams:
     ignored = [f"{key}={given[key]!r}" for key, neutral in _NOT_BUILT.items() if given.get(key, neutral) != neutral]
     if ignored:
         warnings.warn(f"{checkpoint.source}: the generation config asks for {', '.join(ignored)}, which is not built", stacklevel=3)
-    names = {"max_new_tokens": "max_tokens"}
+    names = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
     if given.get("do_sample") is False:
-        given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
-    names |= {key: key for key in ("temperature", "top_k", "top_p")}
+        given |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    names |= {key: key for key in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
     try:
-        return SamplingParams(**{ours: given[theirs] for theirs, ours in names.items() if theirs in given})
+        values = {ours: given[theirs] for theirs, ours in names.items() if theirs in given}
+        if values.get("min_tokens") and "max_tokens" not in values:
+            values["max_tokens"] = None
+        banned = [*([i] for i in given.get("suppress_tokens", ())), *given.get("bad_words_ids", ())]
+        return SamplingParams(**values, bad_words_token_ids=banned)
     except RequestError as error:
         raise CheckpointError(f"{checkpoint.source}: generation config: {error}") from error

@@ -43,6 +43,20 @@ def forward(
     Raises:
       ValueError: the mesh does not divide the model.
     """
+    x, cache = hidden_states(params, cache, inputs, config, mesh, implementation=implementation)
+    return unembed(params, x[inputs.logit_ids], config, mesh), cache
+
+
+def hidden_states(
+    params: Params,
+    cache: KVCache,
+    inputs: StepInputs,
+    config: ModelConfig,
+    mesh: Mesh | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """`forward` up to the last layer: [B + T, D] in the model's dtype, and the cache."""
     if mesh is not None:
         check_mesh(config, mesh)
     flat = mesh is None  # under a mesh, weights are split over an inner axis
@@ -58,9 +72,14 @@ def forward(
         x = x + _mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer, flat)
         keys.append(k_pool)
         values.append(v_pool)
-    x = rms_norm(x[inputs.logit_ids], params.final_norm, config.rms_norm_eps)
+    return x, KVCache(tuple(keys), tuple(values))
+
+
+def unembed(params: Params, x: jax.Array, config: ModelConfig, mesh: Mesh | None = None) -> jax.Array:
+    """Logits f32[R, V] of rows ``x [R, D]`` of `hidden_states`."""
+    x = rms_norm(x, params.final_norm, config.rms_norm_eps)
     head = params.embedding if params.lm_head is None else params.lm_head
-    return project(x, head, 1, flat=flat, out_dtype=jnp.dtype(jnp.float32)), KVCache(tuple(keys), tuple(values))
+    return project(x, head, 1, flat=mesh is None, out_dtype=jnp.dtype(jnp.float32))
 
 
 def _qkv(

@@ -22,12 +22,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import Buckets, EngineConfig
-from pagedjax.engine_step import EngineState, decode_window, make_engine_state, mixed_step
+from pagedjax.engine_step import EngineState, decode_window, make_engine_state, mixed_step, set_tables
 from pagedjax.errors import ConfigError
-from pagedjax.inputs import MixedInputs, SamplingInputs, StepInputs, WindowInputs
+from pagedjax.inputs import MixedInputs, PromptInputs, StepInputs, TableRow, WindowInputs, neutral_sampling
 from pagedjax.kv_cache import KVCache, make_cache
 from pagedjax.params import MESH_AXIS, Params
-from pagedjax.sampling import Sampled
+from pagedjax.sampling import Sampled, Sampler
 
 
 class Runner(Protocol):
@@ -40,6 +40,9 @@ class Runner(Protocol):
 
     def fetch(self, handle: Any, *, report: bool) -> Sampled:
         """Wait for a step and bring what it sampled to the host: leaves [B + C, ...] of a mixed step, [W, B, ...] of a window."""
+
+    def set_tables(self, state_id: int, row: TableRow) -> None:
+        """Give a row of the state its `LogitTables`, before the step that starts a request there."""
 
     def recover(self) -> bool:
         """After a failed step: make the device usable again, and say whether everything in the cache was lost."""
@@ -73,19 +76,23 @@ _traces = _Traces()
 
 
 class Steps(NamedTuple):
-    """The jitted steps of an engine: functions of (params, cache, state, inputs, report)."""
+    """The jitted steps of an engine: functions of (params, cache, state, inputs), and `engine_step.set_tables`."""
 
     window: Any
     mixed: Any
+    set_tables: Any
 
 
 @functools.cache  # jitted once for all engines, so that two engines of the same shapes share what was compiled
-def jitted_steps(config: ModelConfig, mesh: Mesh | None, num_logprobs: int, implementation: str | None, num_steps: int) -> Steps:
+def jitted_steps(
+    config: ModelConfig, mesh: Mesh | None, num_logprobs: int, implementation: str | None, num_steps: int, sampler: Sampler
+) -> Steps:
     """The steps for these settings; cache and state are donated."""
-    static: dict[str, Any] = dict(config=config, mesh=mesh, num_logprobs=num_logprobs, implementation=implementation)
+    static: dict[str, Any] = dict(config=config, mesh=mesh, num_logprobs=num_logprobs, implementation=implementation, sampler=sampler)
     return Steps(
         jax.jit(_traces.of(decode_window, **static, num_steps=num_steps, window=look_every(num_steps)), donate_argnums=(1, 2)),
         jax.jit(_traces.of(mixed_step, **static), donate_argnums=(1, 2)),
+        jax.jit(_traces.of(set_tables), donate_argnums=(0,)),
     )
 
 
@@ -100,6 +107,7 @@ class ModelRunner:
       num_blocks: usable blocks of the cache.
       mesh: shards weights and pools over KV heads.
       kv_dtype: of the cache; by default the model's.
+      sampler: what is the same for all requests.
 
     Attributes:
       num_compilations: steps compiled for this engine.
@@ -114,13 +122,14 @@ class ModelRunner:
         num_blocks: int,
         mesh: Mesh | None = None,
         kv_dtype: str | None = None,
+        sampler: Sampler = Sampler(),
     ) -> None:
         self.num_compilations = 0
         self._params, self._config, self._engine_config = params, config, engine_config
         self._buckets, self._num_blocks, self._mesh, self._kv_dtype = buckets, num_blocks, mesh, kv_dtype
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         self._place: jax.sharding.Sharding = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
-        self._steps = _steps_of(config, engine_config, mesh)
+        self._steps = _steps_of(config, engine_config, mesh, sampler)
         self._compiled: dict[Hashable, Any] = {}
         self._cache: KVCache = self._make_cache()
         self._state: EngineState = self._make_state()
@@ -128,11 +137,18 @@ class ModelRunner:
     def dispatch(self, inputs: WindowInputs | MixedInputs, *, report: bool) -> Sampled:
         """See `Runner`. The tokens start on their way to the host as soon as they are there."""
         before = _traces.count
-        sampled = self._run(inputs, np.asarray(report))
+        sampled = self._run(inputs)
         self.num_compilations += _traces.count - before
         for leaf in jax.tree.leaves(sampled if report else sampled.token):
             leaf.copy_to_host_async()
         return sampled
+
+    def set_tables(self, state_id: int, row: TableRow) -> None:
+        """See `Runner`."""
+        before = _traces.count
+        step = self._compiled.get("set_tables", self._steps.set_tables)
+        self._state = step(self._state, np.asarray(state_id, np.int32), row)
+        self.num_compilations += _traces.count - before
 
     def fetch(self, handle: Sampled, *, report: bool) -> Sampled:
         """See `Runner`."""
@@ -173,26 +189,31 @@ class ModelRunner:
             started = time.perf_counter()
             jobs = {}
             try:
+                state_id, row = np.asarray(self._engine_config.max_num_seqs, np.int32), empty_table_row(self._config, self._engine_config)
+                tables = threads.submit(self._steps.set_tables.lower(self._state, state_id, row).compile)
                 for name, inputs in warmup_inputs(self._buckets, self._engine_config):
                     jobs[threads.submit(self._lower(inputs).compile)] = name, inputs
                 for job in concurrent.futures.as_completed(jobs):
                     name, inputs = jobs[job]
                     self._compiled[_shapes(inputs)] = job.result()
-                    jax.block_until_ready(self._run(inputs, np.asarray(False)))
+                    jax.block_until_ready(self._run(inputs))
                     yield f"{name} ({time.perf_counter() - started:.1f} s since the start)"
+                self._compiled["set_tables"] = tables.result()
+                self.set_tables(self._engine_config.max_num_seqs, row)
+                yield f"tables of a request ({time.perf_counter() - started:.1f} s since the start)"
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self.num_compilations += _traces.count - before
 
     def _lower(self, inputs: WindowInputs | MixedInputs) -> Any:
         step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
-        return step.lower(self._params, self._cache, self._state, inputs, np.asarray(False))
+        return step.lower(self._params, self._cache, self._state, inputs)
 
-    def _run(self, inputs: WindowInputs | MixedInputs, report: np.ndarray) -> Sampled:
+    def _run(self, inputs: WindowInputs | MixedInputs) -> Sampled:
         step = self._compiled.get(_shapes(inputs))
         if step is None:
             step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
-        sampled, self._cache, self._state = step(self._params, self._cache, self._state, inputs, report)
+        sampled, self._cache, self._state = step(self._params, self._cache, self._state, inputs)
         return sampled
 
     def _make_cache(self) -> KVCache:
@@ -201,18 +222,34 @@ class ModelRunner:
         return make_cache(self._config, self._num_blocks, self._engine_config.block_size, sharding, self._kv_dtype)
 
     def _make_state(self) -> EngineState:
-        return jax.device_put(make_engine_state(self._engine_config.max_num_seqs, self._engine_config.max_device_stop_ids), self._place)
+        return jax.device_put(_new_state(self._config, self._engine_config), self._place)
 
 
-def _steps_of(config: ModelConfig, engine_config: EngineConfig, mesh: Mesh | None) -> Steps:
-    return jitted_steps(config, mesh, engine_config.max_logprobs, engine_config.implementation, engine_config.window)
+def _new_state(config: ModelConfig, engine_config: EngineConfig) -> EngineState:
+    return make_engine_state(
+        engine_config.max_num_seqs,
+        engine_config.max_device_stop_ids,
+        config.vocab_size,
+        engine_config.max_bad_words,
+        engine_config.max_bad_word_tokens,
+    )
+
+
+def empty_table_row(config: ModelConfig, engine_config: EngineConfig) -> TableRow:
+    """Tables that change nothing."""
+    words = np.full((engine_config.max_bad_words, engine_config.max_bad_word_tokens), -1, np.int32)
+    return TableRow(np.zeros(config.vocab_size, np.float32), np.zeros(config.vocab_size, np.int32), words, words[0, 1:].copy())
+
+
+def _steps_of(config: ModelConfig, engine_config: EngineConfig, mesh: Mesh | None, sampler: Sampler) -> Steps:
+    return jitted_steps(config, mesh, engine_config.max_logprobs, engine_config.implementation, engine_config.window, sampler)
 
 
 def _shapes(inputs: WindowInputs | MixedInputs) -> Hashable:
     """What tells one compiled step from another."""
     if isinstance(inputs, WindowInputs):
         return inputs.block_tables.shape
-    return inputs.decode.block_tables.shape, inputs.prefill.token_ids.shape
+    return inputs.decode.block_tables.shape, inputs.prefill.token_ids.shape, inputs.prompt is None
 
 
 @contextlib.contextmanager
@@ -245,7 +282,13 @@ def look_every(window: int) -> int:
 def warmup_inputs(buckets: Buckets, config: EngineConfig) -> list[tuple[str, WindowInputs | MixedInputs]]:
     """A step without rows of every size, with a name. Largest first: what does not fit fails at once."""
     nobody = config.max_num_seqs
-    steps: list[tuple[str, WindowInputs | MixedInputs]] = []
+    num_tokens = buckets.tokens[-1]
+    largest = _no_chunks(
+        buckets.mixed_rows[-1], num_tokens, buckets.prefill_rows(num_tokens), buckets.widths[-1], nobody, config.max_device_stop_ids
+    )
+    none = np.zeros(num_tokens, np.int32)
+    prompt = PromptInputs(np.asarray(0, np.int32), none, none, none)
+    steps: list[tuple[str, WindowInputs | MixedInputs]] = [("log-probabilities of prompts", largest._replace(prompt=prompt))]
     for width in reversed(buckets.widths):
         for num_tokens in reversed(buckets.tokens):
             for num_rows in reversed(buckets.mixed_rows):
@@ -280,23 +323,19 @@ def _no_chunks(num_rows: int, num_tokens: int, num_chunks: int, width: int, nobo
         logit_ids=zeros(num_chunks),
         state_ids=np.full(num_chunks, nobody, np.int32),
     )
-    floats = np.zeros(num_chunks, np.float32), np.ones(num_chunks, np.float32)
-    sampling = SamplingInputs(
-        temperature=floats[0],
-        top_k=zeros(num_chunks),
-        top_p=floats[1],
-        seed=np.zeros(num_chunks, np.uint32),
-        sample_index=zeros(num_chunks),
-        max_new_tokens=zeros(num_chunks),
-        stop_token_ids=np.full((num_chunks, num_stops), -1, np.int32),
-    )
-    return MixedInputs(_no_rows(num_rows, width, nobody), prefill, sampling)
+    return MixedInputs(_no_rows(num_rows, width, nobody), prefill, neutral_sampling(num_chunks, num_stops))
 
 
 def workspace_bytes(
-    params: Params, config: ModelConfig, engine_config: EngineConfig, buckets: Buckets, kv_dtype: str, mesh: Mesh | None = None
+    params: Params,
+    config: ModelConfig,
+    engine_config: EngineConfig,
+    buckets: Buckets,
+    kv_dtype: str,
+    mesh: Mesh | None = None,
+    sampler: Sampler = Sampler(),
 ) -> int:
-    """Bytes of scratch and outputs of the largest mixed step and window, as the compiler reports them.
+    """Bytes of the rows' state, and of scratch and outputs of the largest mixed step and window, as the compiler reports them.
 
     They do not depend on the size of the pool, so the steps are compiled for a small one here, with no array made.
     """
@@ -307,13 +346,12 @@ def workspace_bytes(
     def sizes() -> tuple[KVCache, EngineState]:
         return (
             make_cache(config, max(64, buckets.widths[-1]), engine_config.block_size, dtype=kv_dtype),
-            make_engine_state(engine_config.max_num_seqs, engine_config.max_device_stop_ids),
+            _new_state(config, engine_config),
         )
 
     cache, state = jax.eval_shape(sizes)
-    jitted = _steps_of(config, engine_config, mesh)
+    jitted = _steps_of(config, engine_config, mesh, sampler)
     most = 0
-    report = jax.ShapeDtypeStruct((), np.bool_)
     steps = dict(
         warmup_inputs(
             dataclasses.replace(
@@ -323,9 +361,9 @@ def workspace_bytes(
         )
     )
     for inputs in steps.values():
-        args = *jax.tree.map(spec, (params, cache, state, inputs)), report
+        args = jax.tree.map(spec, (params, cache, state, inputs))
         step = jitted.window if isinstance(inputs, WindowInputs) else jitted.mixed
         analysis = step.lower(*args).compile().memory_analysis()
         if analysis is not None:
             most = max(most, analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
-    return most
+    return most + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

@@ -362,7 +362,7 @@ class Scheduler:
 
     def _find(self, seq: TokenSequence) -> list[CachedBlock]:
         """Known blocks at the start of a waiting sequence. Its last token is computed in any case: somebody has to give the logits."""
-        if not self._prefix_caching:
+        if not self._prefix_caching or seq.wants_prompt_logprobs:
             return []
         usable = (len(seq.token_ids) - 1) // self._block_size
         return self.allocator.find(self._root(seq), self._hashes(seq)[:usable], seq.token_ids, self._block_size)

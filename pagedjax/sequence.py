@@ -38,6 +38,8 @@ class TokenSequence:
       published: the entry of the last block that it made known, or the root; with `num_published` blocks up to there.
       num_cached_tokens: prompt tokens that were found in the prefix cache when it was first admitted.
       num_preemptions: how often it lost its blocks.
+      wants_prompt_logprobs: whether the log-probabilities of its prompt are still to come. It reads no known blocks then: each of its
+        tokens has to be computed.
     """
 
     request_id: str
@@ -58,9 +60,11 @@ class TokenSequence:
     num_published: int = 0
     num_cached_tokens: int | None = None
     num_preemptions: int = 0
+    wants_prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
+        self.wants_prompt_logprobs = self.request.params.prompt_logprobs is not None and len(self.token_ids) > 1
 
     @property
     def order(self) -> tuple[int, int]:

@@ -12,11 +12,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
-from pagedjax.inputs import SamplingInputs, StepInputs
+from pagedjax.inputs import LogitTables, SamplingInputs, StepInputs
 from pagedjax.kv_cache import KVCache
 from pagedjax.model import forward
 from pagedjax.params import Params
-from pagedjax.sampling import Sampled, log_probabilities, sample
+from pagedjax.sampling import LogitsState, Sampled, Sampler, count_tokens, sample
+from pallas_kernels.sampling import SAMPLE_OP
 
 
 @struct.dataclass
@@ -53,6 +54,7 @@ def prefill_step(
     config: ModelConfig,
     mesh: Mesh | None = None,
     num_logprobs: int | None = None,
+    sampler: Sampler = Sampler(),
     implementation: str | None = None,
 ) -> tuple[Sampled, KVCache, RequestState]:
     """Compute prompt tokens; where a prompt ends, sample its first new token and start its row.
@@ -62,7 +64,7 @@ def prefill_step(
       state: of all rows [B].
       inputs: a step without decode rows.
       sampling: of all rows [B].
-      num_logprobs: how many of the likeliest tokens to report; ``None`` for no log-probabilities. Static.
+      num_logprobs, sampler: see `sampling.sample`. Static.
 
     Returns:
       what was sampled at each of the `R` logit positions (meaningless where ``state_ids`` names no row), cache and state.
@@ -71,15 +73,19 @@ def prefill_step(
     rows = inputs.state_ids
     position = inputs.positions[inputs.logit_ids] + 1
     of_rows = SamplingInputs(*(leaf.at[rows].get(mode="clip") for leaf in sampling))
-    token = sample(logits, of_rows, position)
-    generated = jnp.ones_like(token)
+    nothing = jnp.zeros_like(position)
+    where = LogitsState(inputs.token_ids[inputs.logit_ids], position, nothing, of_rows.seed, of_rows.sample_index)
+    chosen = sampling_implementation(implementation, mesh)
+    live = rows < state.done.shape[0]
+    sampled = sample(logits, of_rows, where, live, num_logprobs=num_logprobs, sampler=sampler, implementation=chosen)
+    token, generated = sampled.token, nothing + 1
     state = RequestState(
         last_token=state.last_token.at[rows].set(token, mode="drop"),
         num_computed_tokens=state.num_computed_tokens.at[rows].set(position, mode="drop"),
         num_generated=state.num_generated.at[rows].set(generated, mode="drop"),
         done=state.done.at[rows].set(finished(token, generated, of_rows), mode="drop"),
     )
-    return report_sampled(logits, token, num_logprobs), cache, state
+    return sampled, cache, state
 
 
 def decode_loop(
@@ -94,8 +100,8 @@ def decode_loop(
     window: int = 1,
     mesh: Mesh | None = None,
     num_logprobs: int | None = None,
+    sampler: Sampler = Sampler(),
     implementation: str | None = None,
-    report: jax.Array | None = None,
 ) -> tuple[Sampled, KVCache, RequestState]:
     """Decode up to `num_steps` tokens a row in one dispatch, leaving early when every row is done.
 
@@ -107,8 +113,7 @@ def decode_loop(
       num_steps: static, a multiple of `window`.
       window: steps between two looks at whether all rows are done: a look costs a GPU a round trip to the host, and skipping
         it costs up to ``window - 1`` steps without effect.
-      num_logprobs: see `prefill_step`.
-      report: bool[], whether this dispatch needs log-probabilities; if not, theirs are zeros and cost nothing. ``None`` is yes.
+      num_logprobs, sampler: see `sampling.sample`. Static.
 
     Returns:
       what was sampled, each leaf with a leading axis of `num_steps`; token -1 after a row is done. Then cache and state.
@@ -116,19 +121,65 @@ def decode_loop(
     Raises:
       ValueError: `num_steps` is no positive multiple of `window`, or the mesh does not divide the model.
     """
+    sampled, cache, state, _ = decode_rows(
+        params,
+        cache,
+        state,
+        block_tables,
+        sampling,
+        None,
+        None,
+        config=config,
+        num_steps=num_steps,
+        window=window,
+        mesh=mesh,
+        num_logprobs=num_logprobs,
+        sampler=sampler,
+        implementation=implementation,
+    )
+    return sampled, cache, state
+
+
+def decode_rows(
+    params: Params,
+    cache: KVCache,
+    state: RequestState,
+    block_tables: jax.Array,
+    sampling: SamplingInputs,
+    tables: LogitTables | None,
+    table_rows: jax.Array | None,
+    *,
+    config: ModelConfig,
+    num_steps: int,
+    window: int,
+    mesh: Mesh | None,
+    num_logprobs: int | None,
+    sampler: Sampler,
+    implementation: str | None,
+) -> tuple[Sampled, KVCache, RequestState, LogitTables | None]:
+    """`decode_loop` with what changes logits beside `sampling`: `tables`, and each row's row of them, see `sampling.sample`."""
     if num_steps < 1 or window < 1 or num_steps % window:
         raise ValueError(f"num_steps {num_steps} must be a positive multiple of window {window}")
     num_rows = state.done.shape[0]
+    chosen = sampling_implementation(implementation, mesh)
 
-    def one_step(index: jax.Array, carry: tuple[KVCache, RequestState, Sampled]) -> tuple[KVCache, RequestState, Sampled]:
-        cache, state, out = carry
+    def one_step(index: jax.Array, carry: _Carry) -> _Carry:
+        cache, state, changing, out = carry
+        of_step = None if tables is None else tables._replace(**changing)
         inputs = decode_inputs(state, block_tables, cache.block_size)
         logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
-        token = sample(logits, sampling, state.num_computed_tokens + 1)
         live = ~state.done
+        where = LogitsState(state.last_token, state.num_computed_tokens + 1, state.num_generated, sampling.seed, sampling.sample_index)
+        options = dict(tables=of_step, rows=table_rows, num_logprobs=num_logprobs, sampler=sampler, implementation=chosen)
+        sampled = sample(logits, sampling, where, live, **options)  # type: ignore[arg-type]
+        token = sampled.token
+        if of_step is not None:
+            assert table_rows is not None
+            of_step = count_tokens(of_step, table_rows, sampling.flags, token, live)
+            changing = dict(counts=of_step.counts, recent=of_step.recent)
         one = live.astype(jnp.int32)
         generated = state.num_generated + one
-        reported = report_sampled(logits, token, num_logprobs, report)._replace(token=jnp.where(live, token, -1))
+        reported = sampled._replace(token=jnp.where(live, token, -1))
         out = jax.tree.map(lambda buffer, leaf: lax.dynamic_update_index_in_dim(buffer, leaf, index, 0), out, reported)
         state = RequestState(
             last_token=jnp.where(live, token, state.last_token),
@@ -136,21 +187,33 @@ def decode_loop(
             num_generated=generated,
             done=state.done | finished(token, generated, sampling),
         )
-        return cache, state, out
+        return cache, state, changing, out
 
-    def one_window(start: jax.Array | int, carry: tuple[KVCache, RequestState, Sampled]) -> tuple[KVCache, RequestState, Sampled]:
+    def one_window(start: jax.Array | int, carry: _Carry) -> _Carry:
         return lax.fori_loop(0, window, lambda i, c: one_step(start + i, c), carry)
 
-    def unfinished(carry: tuple[jax.Array, tuple[KVCache, RequestState, Sampled]]) -> jax.Array:
-        start, (_, state, _) = carry
+    def unfinished(carry: tuple[jax.Array, _Carry]) -> jax.Array:
+        start, (_, state, _, _) = carry
         return (start < num_steps) & ~jnp.all(state.done)
 
-    carry = cache, state, _buffers(num_steps, num_rows, num_logprobs)
+    changing = {} if tables is None else dict(counts=tables.counts, recent=tables.recent)
+    carry = cache, state, changing, _buffers(num_steps, num_rows, num_logprobs)
     if num_steps == window:  # no look at all: even one would make the host wait for the device before it can launch the rest
-        cache, state, out = one_window(0, carry)
+        cache, state, changing, out = one_window(0, carry)
     else:
-        _, (cache, state, out) = lax.while_loop(unfinished, lambda c: (c[0] + window, one_window(*c)), (jnp.int32(0), carry))
-    return out, cache, state
+        _, (cache, state, changing, out) = lax.while_loop(unfinished, lambda c: (c[0] + window, one_window(*c)), (jnp.int32(0), carry))
+    return out, cache, state, None if tables is None else tables._replace(**changing)
+
+
+# Cache, rows, what changes of the tables, and what was sampled so far.
+_Carry = tuple[KVCache, RequestState, dict[str, jax.Array], Sampled]
+
+
+def sampling_implementation(implementation: str | None, mesh: Mesh | None) -> str | None:
+    """The implementation of the sampling ops where the attention ops run `implementation`: they have fewer."""
+    if mesh is not None:
+        return "reference"  # XLA splits it over the mesh; a kernel would want all of the logits
+    return implementation if implementation in SAMPLE_OP.modules else None
 
 
 def decode_inputs(state: RequestState, block_tables: jax.Array, block_size: int) -> StepInputs:
@@ -179,22 +242,10 @@ def finished(token: jax.Array, generated: jax.Array, sampling: SamplingInputs) -
     return stopped | (generated >= sampling.max_new_tokens)
 
 
-def report_sampled(logits: jax.Array, token: jax.Array, num_logprobs: int | None, report: jax.Array | None = None) -> Sampled:
-    """`token` with its log-probabilities where they are asked for; see `decode_loop`."""
+def _buffers(num_steps: int, num_rows: int, num_logprobs: int | None) -> Sampled:
+    token = jnp.full((num_steps, num_rows), -1, jnp.int32)
     if num_logprobs is None:
         return Sampled(token)
-    if report is None:
-        return log_probabilities(logits, token, num_logprobs)
-    return lax.cond(report, lambda: log_probabilities(logits, token, num_logprobs), lambda: _nothing(token, num_logprobs))
-
-
-def _nothing(token: jax.Array, num_logprobs: int) -> Sampled:
-    """`token` without anything about it; the same arrays as of `log_probabilities`."""
     top = (*token.shape, num_logprobs)
     zero, none = jnp.zeros(token.shape, jnp.float32), jnp.zeros(token.shape, jnp.int32)
     return Sampled(token, zero, none, jnp.zeros(top, jnp.int32), jnp.zeros(top, jnp.float32))
-
-
-def _buffers(num_steps: int, num_rows: int, num_logprobs: int | None) -> Sampled:
-    token = jnp.full((num_steps, num_rows), -1, jnp.int32)
-    return Sampled(token) if num_logprobs is None else _nothing(token, num_logprobs)

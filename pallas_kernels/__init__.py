@@ -1,4 +1,4 @@
-"""Attention over paged key/value pools, and the write that fills them, as JAX functions with GPU kernels.
+"""Attention over paged key/value pools, the write that fills them, and sampling, as JAX functions with GPU kernels.
 
 Pools are ``[P, K, Z, H]`` (``kv_layout``). Every op takes ``implementation=``: a name runs or raises, ``None`` picks the
 fastest that serves these shapes on the default device; ``support`` says which that is, and why the others are not.
@@ -19,24 +19,39 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import OP as _PAGED_PREFILL_ATTENTION
 from pallas_kernels.prefill_attention import describe as _describe_paged_prefill_attention
 from pallas_kernels.prefill_attention import paged_prefill_attention
+from pallas_kernels.sampling import GREEDY_TEMPERATURE, Adjustments, sample_tokens, token_logprobs
+from pallas_kernels.sampling import LOGPROBS_OP as _TOKEN_LOGPROBS
+from pallas_kernels.sampling import SAMPLE_OP as _SAMPLE_TOKENS
+from pallas_kernels.sampling import describe_logprobs as _describe_token_logprobs
+from pallas_kernels.sampling import describe_sample as _describe_sample_tokens
+from pallas_kernels.sampling.sample_reference import adjusted_logits, filter_logits, scaled_logits
 
 _OPS: dict[str, tuple[Op, Callable[..., Any]]] = {
     "paged_attention": (_PAGED_ATTENTION, _describe_paged_attention),
     "paged_prefill_attention": (_PAGED_PREFILL_ATTENTION, _describe_paged_prefill_attention),
+    "sample_tokens": (_SAMPLE_TOKENS, _describe_sample_tokens),
+    "token_logprobs": (_TOKEN_LOGPROBS, _describe_token_logprobs),
     "write_kv": (_WRITE_KV, _describe_write_kv),
 }
 
 __all__ = [
+    "GREEDY_TEMPERATURE",
     "H200",
     "NULL_BLOCK",
+    "Adjustments",
     "Device",
     "Support",
+    "adjusted_logits",
     "compiling_for",
+    "filter_logits",
     "paged_attention",
     "paged_prefill_attention",
     "pool_shape",
+    "sample_tokens",
+    "scaled_logits",
     "slots_of",
     "support",
+    "token_logprobs",
     "write_kv",
 ]
 
@@ -45,7 +60,7 @@ def support(op: str, implementation: str | None = None, *arrays: Any, **options:
     """Say which implementation of ``op`` runs here, and why the others do not.
 
     Args:
-        op: ``"paged_attention"``, ``"paged_prefill_attention"`` or ``"write_kv"``.
+        op: ``"paged_attention"``, ``"paged_prefill_attention"``, ``"sample_tokens"``, ``"token_logprobs"`` or ``"write_kv"``.
         implementation: as for the op itself.
         arrays: the op's array arguments, or ``jax.ShapeDtypeStruct`` in their place; none asks about the device alone.
         options: the op's keyword options (``sliding_window`` and so on).

@@ -109,6 +109,7 @@ class StubRunner:
       lose_cache: whether an error takes cache and state along.
       num_dispatches, num_fetches, num_checked_blocks, num_recoveries: what has happened.
       live_rows: for each dispatch the number of rows in it.
+      tables: what rows were given, and which.
     """
 
     def __init__(self, config: EngineConfig, buckets: Buckets, num_blocks: int) -> None:
@@ -118,6 +119,7 @@ class StubRunner:
         self.fetch_errors: dict[int, BaseException] = {}
         self.lose_cache = False
         self.live_rows: list[int] = []
+        self.tables: list[tuple] = []
         self._config, self._buckets, self._num_blocks = config, buckets, num_blocks
         self._size = config.block_size
         self._weights = 0
@@ -138,6 +140,11 @@ class StubRunner:
         step = _Step(inputs, self._weights, holders, report)
         self._pending.append(step)
         return step
+
+    def set_tables(self, state_id: int, row) -> None:
+        require(0 <= state_id <= len(self._rows) and row.bias.shape == row.counts.shape, "tables of no row")
+        self.tables.append((state_id, row))
+        self._saw("tables")
 
     def fetch(self, handle: _Step, *, report: bool) -> Sampled:
         assert report == handle.report
@@ -171,6 +178,8 @@ class StubRunner:
             step = self.dispatch(inputs, report=False)
             self._run_until(step)
             yield name
+        self._saw("tables")
+        yield "tables"
 
     def _forget(self) -> None:
         self._cells = np.full((self._num_blocks + 1) * self._size, _NOTHING, np.int64)
@@ -203,7 +212,19 @@ class StubRunner:
 
     def _mixed(self, step: _Step) -> Sampled:
         decode = self._decode(step, step.inputs.decode)
-        return self._sampled(np.concatenate([decode, self._chunks(step, step.inputs.prefill, step.inputs.sampling)]), step)
+        sampled = self._sampled(np.concatenate([decode, self._chunks(step, step.inputs.prefill, step.inputs.sampling)]), step)
+        if step.inputs.prompt is None:
+            return sampled
+        prompt = step.inputs.prompt
+        count = int(prompt.count)
+        require(len(set(prompt.logit_ids[:count].tolist())) == count, "a prompt token is reported twice")
+        start = step.inputs.prefill.prefill_query_start_loc
+        for i in range(count):
+            at, chunk = int(prompt.logit_ids[i]), int(prompt.chunk_ids[i])
+            require(start[chunk] <= at < start[chunk + 1], "a prompt token belongs to another chunk")
+            if at + 1 < start[chunk + 1]:
+                require(step.inputs.prefill.token_ids[at + 1] == prompt.token_ids[i], "a prompt token is not the next one")
+        return sampled._replace(prompt=self._sampled(prompt.token_ids, step))
 
     def _decode(self, step: _Step, inputs: WindowInputs) -> np.ndarray:
         out = np.full(len(inputs.state_ids), -1, np.int32)
@@ -294,7 +315,10 @@ class StubRunner:
             require(rows in buckets.mixed_rows and num_tokens in buckets.tokens, f"{rows} rows, {num_tokens} tokens are no buckets")
             require(chunks == (buckets.prefill_rows(num_tokens), width), f"tables of chunks are {chunks}")
             require(inputs.sampling.stop_token_ids.shape == (chunks[0], self._config.max_device_stop_ids), "stop ids are of another shape")
-            shape = (rows, width, num_tokens)
+            shape = (rows, width, num_tokens, inputs.prompt is None)
+        self._saw(shape)
+
+    def _saw(self, shape: object) -> None:
         if shape not in self._shapes:
             self._shapes.add(shape)
             self.num_compilations += 1

@@ -329,14 +329,14 @@ def test_a_step_that_fails_on_the_device(make, want, monkeypatch, caplog, lost):
     runner, calls = engine._runner, []
     true_run = runner._run
 
-    def fails_once(inputs, report):
+    def fails_once(inputs):
         calls.append(inputs)
         if len(calls) == 4:
             if lost:
                 for leaf in jax.tree.leaves((runner._cache, runner._state)):
                     leaf.delete()
             raise RuntimeError("the device has gone")
-        return true_run(inputs, report)
+        return true_run(inputs)
 
     monkeypatch.setattr(runner, "_run", fails_once)
     results = engine.generate(PROMPTS, ASKED, use_tqdm=False)

@@ -410,8 +410,8 @@ def test_warmup_covers_what_runs():
     engine = make_engine(num_kv_blocks=20)
     engine.warmup(use_tqdm=False)
     compiled = engine.stats().num_compilations
-    assert compiled == engine.buckets.num_executables == 3 * (2 + 1 * 2)
-    assert len(warmup_inputs(engine.buckets, engine.engine_config)) == compiled
+    assert compiled == engine.buckets.num_executables == 3 * (2 + 1 * 2) + 2
+    assert len(warmup_inputs(engine.buckets, engine.engine_config)) == compiled - 1  # and tables
     prompts, params = mixed_requests(40, longest=200)
     engine.generate(prompts, params, use_tqdm=False)
     assert engine.stats().num_compilations == compiled

@@ -73,7 +73,7 @@ def test_sizes_that_are_given_are_completed_by_the_largest():
     )
     buckets = make_buckets(config, 100, "gpu")
     assert (buckets.rows, buckets.mixed_rows, buckets.tokens, buckets.widths) == ((2, 6), (6,), (32, 50), (3, 7))
-    assert buckets.num_executables == 2 * (2 + 1 * 2)
+    assert buckets.num_executables == 2 * (2 + 1 * 2) + 2
 
 
 def test_chunks_have_room_in_a_step():
