@@ -8,7 +8,7 @@ import pytest
 from pagedjax.errors import CheckpointError, RequestError
 from pagedjax.text import Tokenizer
 from pagedjax.text.chat_template import render
-from tests.host.tiny_vocabularies import CHATML, byte_level_backend, byte_level_gguf, sentencepiece_gguf
+from tests.host.tiny_vocabularies import CHATML, byte_level_backend, byte_level_gguf, sentencepiece_gguf, write_folder
 
 USER = [{"role": "user", "content": "Hi"}]
 DIALOGUE = [*USER, {"role": "assistant", "content": "Hello "}]
@@ -124,6 +124,13 @@ def test_ids_of_a_conversation_hold_each_special_token_once():
     assert ids == [1, 261, 2]
 
 
+def test_a_folder_whose_tokenizer_adds_a_bos_adds_none_to_a_conversation(tmp_path):
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"}
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level_backend(), tokenizer_config=config))
+    assert tokenizer.encode("ab") == [0, 259]
+    assert tokenizer.encode_chat([{"role": "user", "content": "ab"}]) == [0, 259, 1]
+
+
 def test_ids_and_text_of_a_conversation_agree():
     tokenizer = chatty(add_bos_token=True)
     for options in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
@@ -157,6 +164,9 @@ def test_several_chat_templates_and_no_default():
         ("{{ messages[0].content.x.y }}", "refuses these messages: 'str object' has no attribute 'x'"),
         ("{{ 1 / 0 }}", "refuses these messages: division by zero"),
         ("{{ ''.__class__.__mro__ }}", "refuses these messages: access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format('') }}", "refuses these messages: access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ (''|attr('__class__')).__mro__ }}", "refuses these messages: access to attribute '__class__' of 'str' object is unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "refuses these messages: access to attribute '__init__' of 'type' object is unsafe"),
         ("{% set x = messages.append(1) %}", "refuses these messages: access to attribute 'append' of 'list' object is unsafe"),
         ("{% for i in range(10 ** 9) %}{% endfor %}", "refuses these messages: Range too big"),
     ],
