@@ -34,6 +34,13 @@ _SAMPLING = (
     ),
     click.option("--top-k", type=int, default=0, help="Keep the K likeliest tokens. [default: 0, all]"),
     click.option("--top-p", type=float, default=1.0, help="Keep the likeliest tokens up to this probability. [default: 1, all]"),
+    click.option("--min-p", type=float, default=0.0, help="Keep tokens at least so likely relative to the likeliest. [default: 0, all]"),
+    click.option(
+        "--repetition-penalty", type=float, default=1.0, help="Above 1, tokens of prompt and answer get less likely. [default: 1]"
+    ),
+    click.option("--presence-penalty", type=float, default=0.0, help="Taken off the logit of each token of the answer. [default: 0]"),
+    click.option("--frequency-penalty", type=float, default=0.0, help="Taken off for each time that it came. [default: 0]"),
+    click.option("--stop", multiple=True, metavar="TEXT", help="A text that ends the answer; may be given several times."),
     click.option("--seed", type=int, default=0, show_default=True, help="Makes the sampled tokens reproducible."),
 )
 
@@ -60,7 +67,7 @@ def shape_options_list() -> tuple[Callable[[Any], Any], ...]:
 
 
 def sampling_options(command: Command) -> Command:
-    """Add ``--temperature``, ``--top-k``, ``--top-p`` and ``--seed``."""
+    """Add the options that decide how tokens are chosen and where an answer ends."""
     return _apply(command, *_SAMPLING)
 
 

@@ -27,6 +27,7 @@ from pagedjax.kv_cache import make_cache
 from pagedjax.params import MESH_AXIS, declare, sharding_of
 from pagedjax.request import SamplingParams, make_request
 from pagedjax.runner import warmup_inputs
+from pagedjax.sampling import Sampler
 from tests.helpers import dense_greedy, prompt, tiny_params, variant
 
 MODEL = variant(vocab_size=98)  # even, so that two devices can share it
@@ -358,7 +359,7 @@ def test_after_warmup_nothing_is_compiled(make, tmp_path):
     engine.warmup(cache_dir=tmp_path, use_tqdm=False)
     jax.config.update("jax_compilation_cache_dir", before)
     compilation_cache.reset_cache()  # the other tests compile for themselves
-    assert engine.buckets.num_executables == 4
+    assert engine.buckets.num_executables == 6
     assert engine.stats().num_compilations > 0  # no other engine here has a window of 2 rows
     compiled = []
     watching = [True]
@@ -418,21 +419,21 @@ def compiled_steps(num_blocks):
     settings = EngineConfig(**SETTINGS)
     buckets = make_buckets(settings, 256, "cpu")
     cache = make_cache(MODEL, num_blocks, 16)
-    state = runner_module.make_engine_state(8, settings.max_device_stop_ids)
-    jitted, steps = runner_module.jitted_steps(MODEL, None, 4, None, 8), {}
+    state = runner_module._new_state(MODEL, settings)
+    jitted, steps = runner_module.jitted_steps(MODEL, None, 4, None, 8, Sampler()), {}
     for _, inputs in warmup_inputs(buckets, settings):
-        args = (tiny_params(MODEL), cache, state, inputs, np.asarray(False))
+        args = (tiny_params(MODEL), cache, state, inputs)
         if isinstance(inputs, WindowInputs):
             steps["window"] = jitted.window.lower(*args).compile()
         else:
-            steps["mixed"] = jitted.mixed.lower(*args).compile()
+            steps["mixed" if inputs.prompt is None else "prompt log-probabilities"] = jitted.mixed.lower(*args).compile()
     return steps, sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
 
 def test_the_whole_cache_is_aliased_and_nothing_grows_with_it():
     small, small_bytes = compiled_steps(32)
     large, large_bytes = compiled_steps(1024)
-    assert set(small) == {"window", "mixed"} and large_bytes > 10 * small_bytes
+    assert set(small) == {"window", "mixed", "prompt log-probabilities"} and large_bytes > 10 * small_bytes
     for name in small:
         assert small[name].memory_analysis().alias_size_in_bytes >= small_bytes
         assert large[name].memory_analysis().alias_size_in_bytes >= large_bytes

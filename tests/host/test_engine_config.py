@@ -52,7 +52,7 @@ def test_a_bad_setting_is_named(setting, message):
         EngineConfig(**setting)
 
 
-@pytest.mark.parametrize(("length", "num_executables"), [(131072, 20), (8192, 10), (2048, 10)])
+@pytest.mark.parametrize(("length", "num_executables"), [(131072, 22), (8192, 12), (2048, 12)])
 def test_llama_1b_needs_few_executables_on_a_gpu(length, num_executables):
     for rows in (64, 256):
         buckets = make_buckets(EngineConfig(max_num_seqs=rows), length, "gpu")

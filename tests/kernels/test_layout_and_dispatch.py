@@ -106,7 +106,9 @@ def test_support_reports_reasons_and_takes_the_ops_arguments():
         assert "at most 16 query heads" in support.reasons["pallas_triton"]
         assert pallas_kernels.support("paged_attention", "pallas_triton", *arrays).implementation is None
     assert "paged_attention on NVIDIA A100 (compute capability 8.0): reference runs\n  reference: yes\n" in str(support)
-    with pytest.raises(ValueError, match="no op 'attention'; there are paged_attention, paged_prefill_attention, write_kv"):
+    with pytest.raises(
+        ValueError, match="no op 'attention'; there are paged_attention, paged_prefill_attention, sample_tokens, token_logprobs, write_kv"
+    ):
         pallas_kernels.support("attention")
     with pytest.raises(ValueError, match="no implementation 'nothing'"):
         pallas_kernels.support("write_kv", "nothing")
