@@ -367,6 +367,8 @@ class Engine:
             asked = getattr(sampling_params, what)
             if asked is not None and asked > settings.max_logprobs:
                 raise RequestError(f"{what} is {asked}; this engine reports at most max_logprobs = {settings.max_logprobs}")
+            if asked is not None and asked > self.vocab_size:
+                raise RequestError(f"{what} is {asked}; the vocabulary has {self.vocab_size} tokens")
         if sampling_params.bad_words:
             raise RequestError("bad_words are texts and an engine sees tokens alone: use bad_words_token_ids, or LLM")
         if not 0 <= integer("sample_index", sample_index) < 2**31:
@@ -867,21 +869,31 @@ def _num_kv_blocks(
     sampler: Sampler,
 ) -> int:
     """Blocks that the settings ask for, or that fit."""
-    if settings.num_kv_blocks is not None:
-        return settings.num_kv_blocks
+    shards = 1 if mesh is None else mesh.size
     block_bytes = kv_block_bytes(config, settings.block_size, kv_dtype)
     device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
+    if settings.num_kv_blocks is not None:
+        # The pools are made by the first step; what can't be is said now.
+        asked_bytes = (settings.num_kv_blocks + 1) * block_bytes // shards
+        if stats and params is not None and asked_bytes > stats["bytes_limit"] - stats["bytes_in_use"]:
+            raise ConfigError(
+                f"num_kv_blocks is {settings.num_kv_blocks}; with the null block they take {asked_bytes} bytes, and of JAX's "
+                f"{stats['bytes_limit']} bytes of this device {stats['bytes_in_use']} are in use"
+            )
+        return settings.num_kv_blocks
     most = settings.max_num_seqs * buckets.widths[-1]  # all that the rows can fill; more would only keep prefixes
     if settings.kv_cache_bytes is not None or not stats or params is None:
         asked = settings.kv_cache_bytes
-        num_blocks = min(CPU_CACHE_BYTES // block_bytes, most) if asked is None else asked // block_bytes
+        num_blocks = (CPU_CACHE_BYTES if asked is None else asked) // block_bytes - 1  # one is the null block
         if num_blocks < 1:
             raise ConfigError(
-                f"kv_cache_bytes is {asked or CPU_CACHE_BYTES}; a block of {settings.block_size} tokens takes {block_bytes} bytes"
+                f"kv_cache_bytes is {asked or CPU_CACHE_BYTES}; two blocks of {settings.block_size} tokens, one of them the null block, "
+                f"take {2 * block_bytes} bytes"
             )
+        if asked is None:
+            num_blocks = min(num_blocks, most)
         return num_blocks
-    shards = 1 if mesh is None else mesh.size
     weights = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     memory = device_memory(stats)
     if memory.total_bytes * settings.gpu_memory_utilization > memory.limit_bytes:

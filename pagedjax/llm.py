@@ -218,7 +218,7 @@ class LLM:
         return self._stream(ids, params)
 
     def _stream(self, ids: Sequence[int], params: SamplingParams) -> Iterator[str]:
-        request_id = self.engine.add_request(ids, params, text=self._text(params))
+        request_id = self.engine.add_request(ids, params, text=self._text(ids, params))
         # Two streams may be read in turn: whoever runs a step keeps what it gave to the other.
         mail = self._mail[request_id] = collections.deque()
         reason = None
@@ -275,6 +275,11 @@ class LLM:
         if priority is not None and len(priority) != len(prompts):
             raise RequestError(f"priority has {len(priority)} entries for {len(prompts)} prompts")
         each = [self._as_token_ids(one) for one in given]
+        for at, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+            # A text reads the prompt before the engine checks it, and the engine, which sees samples, would count wrongly.
+            if one.stop or one.num_samples > 1:
+                name = f"prompts[{at}]" if len(prompts) > 1 else "the prompt"
+                self.engine.check_request(prompt.token_ids, one, name=name)
         samples = [(at, index) for at, one in enumerate(each) for index in range(one.num_samples)]
         results = iter(
             self.engine.generate(
@@ -283,7 +288,7 @@ class LLM:
                 priorities=None if priority is None else [priority[at] for at, _ in samples],
                 cache_salts=[prompts[at].cache_salt for at, _ in samples],
                 sample_indices=[index for _, index in samples],
-                texts=[self._text(each[at]) if each[at].stop else None for at, _ in samples],
+                texts=[self._text(prompts[at].token_ids, each[at]) if each[at].stop else None for at, _ in samples],
                 use_tqdm=use_tqdm,
             )
         )
@@ -308,9 +313,10 @@ class LLM:
             params = dataclasses.replace(params, logprobs=0)
         return params if index == 0 else dataclasses.replace(params, prompt_logprobs=None)
 
-    def _text(self, params: SamplingParams) -> AnswerText:
+    def _text(self, prompt_ids: Sequence[int], params: SamplingParams) -> AnswerText:
+        # An answer's text is what it adds to the prompt's: as the first text of all, a SentencePiece tokenizer's would lose a space.
         return AnswerText(
-            self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens),
+            self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens, context=prompt_ids),
             params.stop,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
@@ -352,7 +358,7 @@ class LLM:
         ids = result.token_ids
         # An end token says nothing in the answer, unless what ended it is asked for.
         shown = ids[:-1] if result.finish_reason == "stop" and not params.include_stop_str_in_output else ids
-        return self.tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+        return self.tokenizer.stream(skip_special_tokens=params.skip_special_tokens, context=result.prompt_token_ids).finish(shown)
 
     def _prompt_logprobs(self, result: RequestResult) -> list[dict[int, Logprob] | None]:
         assert result.prompt_logprobs is not None

@@ -131,7 +131,7 @@ class ModelRunner:
         self._place: jax.sharding.Sharding = SingleDeviceSharding(device) if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._steps = _steps_of(config, engine_config, mesh, sampler)
         self._compiled: dict[Hashable, Any] = {}
-        self._cache: KVCache = self._make_cache()
+        self._pools: KVCache | None = None
         self._state: EngineState = self._make_state()
 
     def dispatch(self, inputs: WindowInputs | MixedInputs, *, report: bool) -> Sampled:
@@ -158,13 +158,13 @@ class ModelRunner:
 
     def recover(self) -> bool:
         """See `Runner`. A step that fails after it was given the cache takes it along."""
-        arrays = jax.tree.leaves((self._cache, self._state))
+        arrays = jax.tree.leaves((self._pools, self._state))
         if not any(leaf.is_deleted() for leaf in arrays) and _is_sound(arrays):
             return False
         del arrays
         # Freed first: there is no room for two.
-        self._cache = self._state = None  # type: ignore[assignment]
-        self._cache, self._state = self._make_cache(), self._make_state()
+        self._pools = self._state = None  # type: ignore[assignment]
+        self._state = self._make_state()
         return True
 
     def update_params(self, params: Params) -> None:
@@ -184,6 +184,8 @@ class ModelRunner:
     def warmup(self, cache_dir: Path) -> Iterator[str]:
         """See `Runner`. Each step then runs once without rows, which writes nothing: a device loads a step when it first runs."""
         before = _traces.count
+        make = functools.partial(make_cache, self._config, self._num_blocks, self._engine_config.block_size, None, self._kv_dtype)
+        cache = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self._cache_sharding), jax.eval_shape(make))
         with keep_every_compilation(cache_dir), concurrent.futures.ThreadPoolExecutor(_COMPILERS) as threads:
             # Tracing holds Python's lock; compiling, and reading what was compiled before, do not.
             started = time.perf_counter()
@@ -192,34 +194,40 @@ class ModelRunner:
                 state_id, row = np.asarray(self._engine_config.max_num_seqs, np.int32), empty_table_row(self._config, self._engine_config)
                 tables = threads.submit(self._steps.set_tables.lower(self._state, state_id, row).compile)
                 for name, inputs in warmup_inputs(self._buckets, self._engine_config):
-                    jobs[threads.submit(self._lower(inputs).compile)] = name, inputs
+                    step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
+                    jobs[threads.submit(step.lower(self._params, cache, self._state, inputs).compile)] = name, inputs
                 for job in concurrent.futures.as_completed(jobs):
                     name, inputs = jobs[job]
                     self._compiled[_shapes(inputs)] = job.result()
-                    jax.block_until_ready(self._run(inputs))
                     yield f"{name} ({time.perf_counter() - started:.1f} s since the start)"
                 self._compiled["set_tables"] = tables.result()
-                self.set_tables(self._engine_config.max_num_seqs, row)
-                yield f"tables of a request ({time.perf_counter() - started:.1f} s since the start)"
             finally:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self.num_compilations += _traces.count - before
-
-    def _lower(self, inputs: WindowInputs | MixedInputs) -> Any:
-        step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
-        return step.lower(self._params, self._cache, self._state, inputs)
+            for _, inputs in jobs.values():
+                self._run(inputs)
+            self.set_tables(self._engine_config.max_num_seqs, row)
+            jax.block_until_ready(self._state)
+            yield f"tables of a request, and each step once ({time.perf_counter() - started:.1f} s since the start)"
 
     def _run(self, inputs: WindowInputs | MixedInputs) -> Sampled:
         step = self._compiled.get(_shapes(inputs))
         if step is None:
             step = self._steps.window if isinstance(inputs, WindowInputs) else self._steps.mixed
-        sampled, self._cache, self._state = step(self._params, self._cache, self._state, inputs)
+        sampled, self._pools, self._state = step(self._params, self._cache, self._state, inputs)
         return sampled
 
-    def _make_cache(self) -> KVCache:
+    @property
+    def _cache(self) -> KVCache:
+        """The pools, made when a step first needs them: while XLA compiles it tries matrix products on the device, and wants room."""
+        if self._pools is None:
+            self._pools = make_cache(self._config, self._num_blocks, self._engine_config.block_size, self._cache_sharding, self._kv_dtype)
+        return self._pools
+
+    @property
+    def _cache_sharding(self) -> jax.sharding.Sharding:
         # Committed to a place from the start, as what a step gives back is: a step is compiled for that, too.
-        sharding = self._place if self._mesh is None else NamedSharding(self._mesh, PartitionSpec(None, MESH_AXIS))
-        return make_cache(self._config, self._num_blocks, self._engine_config.block_size, sharding, self._kv_dtype)
+        return self._place if self._mesh is None else NamedSharding(self._mesh, PartitionSpec(None, MESH_AXIS))
 
     def _make_state(self) -> EngineState:
         return jax.device_put(_new_state(self._config, self._engine_config), self._place)
@@ -242,7 +250,8 @@ def empty_table_row(config: ModelConfig, engine_config: EngineConfig) -> TableRo
 
 
 def _steps_of(config: ModelConfig, engine_config: EngineConfig, mesh: Mesh | None, sampler: Sampler) -> Steps:
-    return jitted_steps(config, mesh, engine_config.max_logprobs, engine_config.implementation, engine_config.window, sampler)
+    num_logprobs = min(engine_config.max_logprobs, sampler.vocab_size or config.vocab_size)  # a tiny vocabulary may have fewer tokens
+    return jitted_steps(config, mesh, num_logprobs, engine_config.implementation, engine_config.window, sampler)
 
 
 def _shapes(inputs: WindowInputs | MixedInputs) -> Hashable:
@@ -335,7 +344,8 @@ def workspace_bytes(
     mesh: Mesh | None = None,
     sampler: Sampler = Sampler(),
 ) -> int:
-    """Bytes of the rows' state, and of scratch and outputs of the largest mixed step and window, as the compiler reports them.
+    """Bytes of the rows' state, of scratch and outputs of the largest mixed step and window, as the compiler reports them, and of what
+    compiling another takes: XLA tries its matrix products with operands of their sizes on the device.
 
     They do not depend on the size of the pool, so the steps are compiled for a small one here, with no array made.
     """
@@ -366,4 +376,6 @@ def workspace_bytes(
         analysis = step.lower(*args).compile().memory_analysis()
         if analysis is not None:
             most = max(most, analysis.temp_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes)
-    return most + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    # The largest product's weights and output, and as much again for what is compared with it.
+    trial = 2 * max(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    return most + trial + sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))

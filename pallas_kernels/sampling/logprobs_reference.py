@@ -26,10 +26,12 @@ def run(
         return zero, none, jnp.zeros((num_rows, num_top), jnp.int32), jnp.zeros((num_rows, num_top), jnp.float32)
 
     def something() -> tuple[jax.Array, ...]:
-        logprobs = jax.nn.log_softmax(logits[:, : problem.vocab_size], axis=-1)
-        chosen = jnp.take_along_axis(logprobs, token[:, None], axis=-1)
-        rank = 1 + jnp.sum(logprobs > chosen, axis=-1, dtype=jnp.int32)
-        top_logprobs, top_ids = lax.top_k(logprobs, num_top)
+        some = logits[:, : problem.vocab_size]
+        logprobs = jax.nn.log_softmax(some, axis=-1)
+        # Ranks are of the logits: rounding makes ties among log-probabilities.
+        rank = 1 + jnp.sum(some > jnp.take_along_axis(some, token[:, None], axis=-1), axis=-1, dtype=jnp.int32)
+        _, top_ids = lax.top_k(some, num_top)
+        chosen, top_logprobs = (jnp.take_along_axis(logprobs, ids, axis=-1) for ids in (token[:, None], top_ids))
         reported = chosen[:, 0], rank, top_ids.astype(jnp.int32), top_logprobs
         return tuple(jnp.where(wanted.reshape(-1, *[1] * (x.ndim - 1)), x, 0) for x in reported)
 

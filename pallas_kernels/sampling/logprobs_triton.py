@@ -18,7 +18,7 @@ from pallas_kernels.sampling.noise import HALF
 from pallas_kernels.sampling.sample_triton import Row, Tiles, larger, pad, pick_largest
 
 _INF = float("inf")
-TILES = Tiles()
+TILES = Tiles(read=4, num_warps=8)
 
 
 def why_not(problem: LogprobsProblem | None, device: Device, *, interpret: bool) -> str | None:

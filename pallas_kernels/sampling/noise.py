@@ -26,11 +26,16 @@ def threefry2x32(key0: jax.Array, key1: jax.Array, x0: jax.Array, x1: jax.Array)
     return x0, x1
 
 
-def gumbel_of_bits(bits: jax.Array) -> jax.Array:
-    """Standard Gumbel numbers (Gumbel-max trick: Maddison et al. 2014, arXiv:1411.0030) from u32 bits: f32 of the same shape."""
+def exponential_of_bits(bits: jax.Array) -> jax.Array:
+    """Exponentially distributed numbers above 0 from u32 bits: f32 of the same shape."""
     # 23 bits become a float in [1, 2), less 1.
     uniform = lax.bitcast_convert_type((bits >> jnp.uint32(9)) | jnp.uint32(0x3F800000), jnp.float32) - 1.0
-    return -jnp.log(-jnp.log(jnp.maximum(uniform, _TINY)))
+    return -jnp.log(jnp.maximum(uniform, _TINY))
+
+
+def gumbel_of_bits(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel numbers (Gumbel-max trick: Maddison et al. 2014, arXiv:1411.0030) from u32 bits: f32 of the same shape."""
+    return -jnp.log(exponential_of_bits(bits))
 
 
 def gumbel(keys: jax.Array, vocab: int) -> jax.Array:

@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels._dispatch import Device
 from pallas_kernels.sampling import GREEDY_TEMPERATURE, Adjustments, SampleProblem, adjust_triton
-from pallas_kernels.sampling.noise import HALF, gumbel_of_bits, threefry2x32
+from pallas_kernels.sampling.noise import HALF, exponential_of_bits, gumbel_of_bits, threefry2x32
 
 MAX_PICKS = 64  # the largest top-k that is taken id by id
 _MAX_LANES_TRIED = 32  # lanes looked at again one by one before all are
@@ -39,9 +39,9 @@ _INF = float("inf")
 class Tiles(NamedTuple):
     """Sizes of a program, powers of two; a tile is ``2 * HALF`` times so many ids."""
 
-    read: int = 4  # of a sweep without noise
+    read: int = 8  # of a sweep without noise
     noise: int = 2
-    num_warps: int = 8
+    num_warps: int = 16
 
 
 TILES = Tiles()
@@ -276,9 +276,13 @@ class _Draw(NamedTuple):
         """Probability relative to the likeliest."""
         return jnp.exp2((x - most) * (_LOG2E / self.temperature))
 
+    def bits(self, chunk: jax.Array, lane: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Bits of the ids ``1024 * chunk + lane`` and of those 512 further."""
+        return threefry2x32(*self.key, chunk.astype(jnp.uint32), lane.astype(jnp.uint32))
+
     def noise(self, chunk: jax.Array, lane: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Noise of the ids ``1024 * chunk + lane`` and of those 512 further."""
-        first, second = threefry2x32(*self.key, chunk.astype(jnp.uint32), lane.astype(jnp.uint32))
+        """Noise of the same ids."""
+        first, second = self.bits(chunk, lane)
         return gumbel_of_bits(first), gumbel_of_bits(second)
 
     def of_the_likeliest(self, x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -366,10 +370,8 @@ class _Draw(NamedTuple):
             return *self._better(tile, ids, x0, x1, tuple(best)), jnp.maximum(most, jnp.maximum(x0, x1))
 
         lanes = HALF * self.tiles.noise
-        found: tuple[jax.Array, jax.Array, jax.Array, jax.Array] = self.logits.sweep(
-            self.tiles.noise, body, (*_no_best(lanes), jnp.full((lanes,), -_INF, jnp.float32))
-        )
-        return found
+        x, wait, ids, most = self.logits.sweep(self.tiles.noise, body, (*_no_best(lanes), jnp.full((lanes,), -_INF, jnp.float32)))
+        return x, -jnp.log(wait), ids, most
 
     def _best_of_lanes_above(self, bound: tuple[jax.Array, jax.Array], most: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Largest sum of logit and noise of every lane and its id, of the ids above `bound` that min-p keeps."""
@@ -380,22 +382,26 @@ class _Draw(NamedTuple):
             return lax.cond(some, lambda: self._better(tile, ids, x0, x1, state), lambda: state)
 
         lanes = HALF * self.tiles.noise
-        x, noise, ids = self.logits.sweep(self.tiles.noise, body, _no_best(lanes))
-        return self._value(x, noise, most), ids
+        x, wait, ids = self.logits.sweep(self.tiles.noise, body, _no_best(lanes))
+        return self._value(x, -jnp.log(wait), most), ids
 
     def _allowed(self, x: jax.Array, ids: jax.Array, bound: tuple[jax.Array, jax.Array], most: jax.Array) -> jax.Array:
         return jnp.where(_above(x, ids, bound) & (self.weight(x, most) >= self.min_p), x, -_INF)
 
     def _better(self, tile: jax.Array, ids: jax.Array, x0: jax.Array, x1: jax.Array, state: _State) -> _State:
-        """The best of every lane after one more tile."""
+        """The best of every lane after one more tile: logit, exponential and id.
+
+        Gumbel noise is minus the logarithm of an exponential, and a race of exponentials has the same winner as a sum with it: that takes
+        one logarithm an id, where two would be a third of the sweep.
+        """
         lane = jnp.arange(HALF * self.tiles.noise, dtype=jnp.int32)
-        noise = self.noise(tile * self.tiles.noise + (lane >> 9), lane & (HALF - 1))
-        best_x, best_noise, best = state
-        for x, more, some in ((x0, noise[0], ids), (x1, noise[1], ids + HALF)):
+        bits = self.bits(tile * self.tiles.noise + (lane >> 9), lane & (HALF - 1))
+        best_x, best_wait, best = state
+        for x, wait, some in ((x0, exponential_of_bits(bits[0]), ids), (x1, exponential_of_bits(bits[1]), ids + HALF)):
             # Differences, so that the largest logit need not be known. Minus infinity beside itself is no number, and not better.
-            better = (x - best_x) * (1.0 / self.temperature) + (more - best_noise) > 0
-            best_x, best_noise, best = jnp.where(better, x, best_x), jnp.where(better, more, best_noise), jnp.where(better, some, best)
-        return best_x, best_noise, best
+            better = wait * jnp.exp2((best_x - x) * (_LOG2E / self.temperature)) < best_wait
+            best_x, best_wait, best = jnp.where(better, x, best_x), jnp.where(better, wait, best_wait), jnp.where(better, some, best)
+        return best_x, best_wait, best
 
     def _best_of_lane(self, lane: jax.Array, bound: tuple[jax.Array, jax.Array], most: jax.Array) -> tuple[jax.Array, jax.Array]:
         """As `_best_of_lanes_above`, for one lane."""
@@ -461,7 +467,7 @@ class _Draw(NamedTuple):
 
 
 def _no_best(lanes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return jnp.full((lanes,), -_INF, jnp.float32), jnp.zeros((lanes,), jnp.float32), jnp.arange(lanes, dtype=jnp.int32)
+    return jnp.full((lanes,), -_INF, jnp.float32), jnp.ones((lanes,), jnp.float32), jnp.arange(lanes, dtype=jnp.int32)
 
 
 def _finite(most: jax.Array) -> jax.Array:

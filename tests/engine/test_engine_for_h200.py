@@ -3,14 +3,13 @@
 import functools
 
 import jax
-import numpy as np
 import pytest
 
 from pagedjax.engine_config import EngineConfig, make_buckets
-from pagedjax.engine_step import decode_window, make_engine_state, mixed_step
+from pagedjax.engine_step import decode_window, mixed_step
 from pagedjax.inputs import WindowInputs
 from pagedjax.kv_cache import make_cache
-from pagedjax.runner import warmup_inputs
+from pagedjax.runner import _new_state, warmup_inputs
 from tests.helpers import tiny_params, variant
 from tests.kernels.h200 import compile_for_h200, needs_compiler
 
@@ -35,16 +34,14 @@ def compiled(kind, num_blocks):
     buckets = make_buckets(SETTINGS, MODEL.max_model_len, "gpu")
     steps = dict(warmup_inputs(buckets, SETTINGS))
     inputs = next(inputs for inputs in steps.values() if isinstance(inputs, WindowInputs) == (kind == "window"))
-    params, cache, state = jax.eval_shape(
-        lambda: (tiny_params(MODEL), make_cache(MODEL, num_blocks), make_engine_state(SETTINGS.max_num_seqs, SETTINGS.max_device_stop_ids))
-    )
+    params, cache, state = jax.eval_shape(lambda: (tiny_params(MODEL), make_cache(MODEL, num_blocks), _new_state(MODEL, SETTINGS)))
     if kind == "window":
         step = functools.partial(decode_window, config=MODEL, num_logprobs=SETTINGS.max_logprobs, num_steps=8, window=8)
     else:
         step = functools.partial(mixed_step, config=MODEL, num_logprobs=SETTINGS.max_logprobs)
     # Without a device XLA cannot choose among the tilings of its own Triton matmuls; cuBLAS has a default.
     options = {"xla_gpu_enable_triton_gemm": False}
-    return compile_for_h200(step, params, cache, state, inputs, np.asarray(False), donate_argnums=(1, 2), compiler_options=options)
+    return compile_for_h200(step, params, cache, state, inputs, donate_argnums=(1, 2), compiler_options=options)
 
 
 @pytest.mark.parametrize("kind", ["window", "mixed"])

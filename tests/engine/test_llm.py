@@ -61,7 +61,7 @@ def test_one_text_token_ids_and_dicts_are_prompts_too(llm, outputs):
     assert got.prompt is None
 
 
-@pytest.mark.parametrize("limits", [dict(max_num_seqs=1), dict(max_num_seqs=3), dict(kv_cache_bytes=6 * 16 * 128)])
+@pytest.mark.parametrize("limits", [dict(max_num_seqs=1), dict(max_num_seqs=3), dict(kv_cache_bytes=7 * 16 * 128)])
 def test_batches_that_fit_give_the_same(folder, outputs, limits):
     # A token's keys and values take 2 * 1 layer * 2 heads * 8 * 4 bytes = 128; the third prompt needs 5 blocks of 16, the others 1 or 2.
     small = LLM(folder, **limits)
@@ -69,7 +69,7 @@ def test_batches_that_fit_give_the_same(folder, outputs, limits):
 
 
 def test_no_more_memory_is_asked_for_than_there_is(folder):
-    assert LLM(folder, kv_cache_bytes=7 * 16 * 128 - 1).engine.num_kv_blocks == 6
+    assert LLM(folder, kv_cache_bytes=8 * 16 * 128 - 1).engine.num_kv_blocks == 6
     assert LLM(folder, engine_config=EngineConfig(num_kv_blocks=9)).engine.num_kv_blocks == 9
 
 
@@ -82,7 +82,7 @@ def test_settings_reach_the_engine(folder):
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(folder):
-    small = LLM(folder, kv_cache_bytes=3 * 16 * 128)
+    small = LLM(folder, kv_cache_bytes=4 * 16 * 128)
     with pytest.raises(RequestError, match=r"prompts\[2\] has 63 tokens; with a KV cache of 3 blocks of 16 tokens it may have at most 47"):
         small.generate(TEXTS, GREEDY)
     assert small.generate(TEXTS[0], GREEDY, use_tqdm=False)[0].finished

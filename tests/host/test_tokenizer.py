@@ -1,6 +1,8 @@
 """Tokenizers from Hugging Face folders; encoding, decoding, and decoding token by token."""
 
 import json
+import random
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -245,7 +247,73 @@ def test_any_ids_join_to_their_decoding(tokenizer, before, ids, skip):
     assert "".join(streamed(tokenizer, ids, skip_special_tokens=skip)) == tokenizer.decode(ids, skip)
     known, whole = tokenizer.decode(before, skip), tokenizer.decode([*before, *ids], skip)
     rest = "".join(streamed(tokenizer, ids, skip_special_tokens=skip, context=before))
-    assert rest == whole[len(known.rstrip("\ufffd")) :]
+    # What differs from the context's own text: a character that it left unfinished comes whole, what was broken there does not come again.
+    assert rest == beyond(known, whole)
+    stream = tokenizer.stream(skip, context=before)
+    assert "".join(map(stream.step, ids[:5])) + stream.finish(ids[5:]) == rest
+
+
+def beyond(known, whole):
+    """The end of a text from the first character on that differs from a known beginning."""
+    at = 0
+    while at < min(len(known), len(whole)) and known[at] == whole[at]:
+        at += 1
+    return whole[at:]
+
+
+def byte_ids(tokenizer):
+    """The ids of all single bytes. GPT-2 spells a printable one as itself, and the others from U+0100 on."""
+    if tokenizer is not BYTE_LEVEL:
+        return range(3, 259)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [tokenizer._backend.token_to_id(chr(i if i in printable else next(others))) for i in range(256)]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
+def test_long_texts_and_contexts_join_to_their_decoding(tokenizer):
+    """Long enough for windows to be cut within runs of broken bytes, and for all but the end of a context to be left out."""
+    rng = random.Random(0)
+    of_bytes = byte_ids(tokenizer)
+    broken = [of_bytes[i] for i in (0xE2, 0x80, 0xF0, 0xFF)]
+    kinds = [range(268), broken, broken[1:2], broken[:1], tokenizer.encode("👍🚀你a"), of_bytes]
+    several = [[token for kind in rng.choices(kinds, k=4) for token in rng.choices(kind, k=rng.randrange(60))] for _ in range(60)]
+    thumbs = [of_bytes[byte] for byte in "👍".encode()]
+    several += [[*broken[1:2] * n, *thumbs * 8, *tokenizer.encode("a", add_special_tokens=False)] for n in range(40)]
+    for ids in several:
+        whole = tokenizer.decode(ids)
+        assert "".join(streamed(tokenizer, ids)) == whole
+        for at in (1, len(ids) // 3, len(ids) // 2, len(ids) - 4, len(ids) - 1):
+            known = tokenizer.decode(ids[:at])
+            rest = beyond(known, whole)
+            assert "".join(streamed(tokenizer, ids[at:], context=ids[:at])) == rest
+
+
+@pytest.mark.parametrize("broken", [0xF0, 0x80, 0xFF, None], ids=["beginnings", "continuations", "never", "random"])
+def test_broken_bytes_take_linear_time(broken):
+    """Such a text never ends between two characters. 20,000 of them at a cost that grows would take 15 s."""
+    rng = random.Random(0)
+    spelled = bytes(rng.randrange(256) if broken is None else broken for _ in range(20_000))
+    of_bytes = byte_ids(BYTE_LEVEL)
+    ids = [of_bytes[byte] for byte in spelled]
+    began = time.process_time()
+    steps = streamed(BYTE_LEVEL, ids)
+    assert time.process_time() - began < 3
+    assert "".join(steps) == spelled.decode(errors="replace")
+
+
+def test_a_long_context_takes_no_time():
+    long = BYTE_LEVEL.encode("ab ") * 100_000
+    began = time.process_time()
+    assert "".join(streamed(BYTE_LEVEL, BYTE_LEVEL.encode("b"), context=long)) == "b"
+    assert time.process_time() - began < 0.5
+
+
+def test_a_broken_character_of_the_context_is_not_shown_again():
+    for tokenizer in TOKENIZERS.values():
+        prompt = tokenizer.encode("a\ufffd")
+        assert "".join(streamed(tokenizer, tokenizer.encode("a", add_special_tokens=False)[-1:], context=prompt)).strip() == "a"
+        assert streamed(tokenizer, [], context=prompt) == [""]
 
 
 def test_at_most_one_character_is_held_back():
