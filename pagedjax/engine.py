@@ -287,6 +287,8 @@ class Engine:
         self._names = itertools.count()
         self._seeds = np.random.default_rng(seed)
         self._num_dispatches = self._table_bytes = self._num_given = 0
+        self._num_prefill_tokens = self._num_padded_prefill_tokens = 0
+        self._step_s = self._wait_s = 0.0
 
     # Requests.
 
@@ -424,6 +426,13 @@ class Engine:
           what requests got, in no particular order; empty where the device has only just begun. A step that fails ends its
           requests with the reason ``"error"``; nothing is raised.
         """
+        started = time.perf_counter()
+        try:
+            return self._one_step()
+        finally:
+            self._step_s += time.perf_counter() - started
+
+    def _one_step(self) -> list[TokenDelta]:
         batch = self._scheduler.schedule(drained=not self._flights)
         if batch is None and self._flights:
             self._take()
@@ -583,6 +592,10 @@ class Engine:
             num_windows=counts.num_windows,
             num_compilations=self._runner.num_compilations,
             table_bytes=self._table_bytes,
+            step_s=self._step_s,
+            wait_s=self._wait_s,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_padded_prefill_tokens=self._num_padded_prefill_tokens,
         )
 
     def snapshot(self) -> Snapshot:
@@ -654,6 +667,8 @@ class Engine:
         self._table_bytes += window.state_ids.nbytes + window.block_tables.nbytes
         if not isinstance(inputs, WindowInputs):
             self._table_bytes += inputs.prefill.prefill_block_tables.nbytes
+            self._num_prefill_tokens += sum(chunk.query_len for chunk in batch.prefills)
+            self._num_padded_prefill_tokens += len(inputs.prefill.token_ids) if batch.prefills else 0
 
     def _set_tables(self, row: TokenSequence) -> None:
         """Where a request has tables, give them to the row that it is about to start in."""
@@ -667,12 +682,15 @@ class Engine:
     def _take(self) -> None:
         """Bring the tokens of the oldest dispatch to their requests."""
         flight = self._flights[0]  # and it stays there when the wait is interrupted
+        started = time.perf_counter()
         try:
             sampled = self._runner.fetch(flight.handle, report=flight.report)
         except Exception as error:  # noqa: BLE001 (a step may fail while it runs, and says so only now)
             self._flights.popleft()
             self._fail(flight.batch, error)
             return
+        finally:
+            self._wait_s += time.perf_counter() - started
         try:
             self._flights.popleft()
             self._give_all(flight, sampled)

@@ -35,6 +35,10 @@ class EngineStats:
       num_windows: dispatches of more than one decode step.
       num_compilations: steps that were traced to be compiled.
       table_bytes: block tables and row numbers sent to the device, in all.
+      step_s: seconds spent in `Engine.step`.
+      wait_s: those of them in which the host waited for the device; the rest is the host's own work.
+      num_prefill_tokens: prompt tokens that steps computed.
+      num_padded_prefill_tokens: the same with those that were added to fill a step of one of the compiled sizes.
     """
 
     num_running: int
@@ -57,6 +61,10 @@ class EngineStats:
     num_windows: int
     num_compilations: int
     table_bytes: int
+    step_s: float
+    wait_s: float
+    num_prefill_tokens: int
+    num_padded_prefill_tokens: int
 
 
 @dataclasses.dataclass

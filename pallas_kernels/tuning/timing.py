@@ -21,7 +21,7 @@ from jax.profiler import ProfileData, ProfileOptions
 
 _MARKER = "pallas_kernels_marker"
 _COMPILERS = 12  # threads that compile at a time
-_Event = tuple[float, float, str]  # start and duration in microseconds, name
+Event = tuple[float, float, str]  # start and duration in microseconds, name
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def measure(cells: Sequence[Callable[[int], object]], calls: Sequence[int]) -> l
                     result = cell(i)
                 jax.block_until_ready(result)
                 jax.block_until_ready(mark())
-        events = _device_events(Path(folder))
-    groups: list[list[_Event]] = [[]]
+        events = device_events(Path(folder))
+    groups: list[list[Event]] = [[]]
     for event in events:
         if _MARKER in event[2]:
             groups.append([])
@@ -78,7 +78,7 @@ def measure(cells: Sequence[Callable[[int], object]], calls: Sequence[int]) -> l
     return [_per_call(group, count) for group, count in zip(groups[:-1], calls, strict=True)]
 
 
-def _per_call(events: list[_Event], calls: int) -> Timing:
+def _per_call(events: list[Event], calls: int) -> Timing:
     size = len(events) // calls
     groups = [events[i * size : (i + 1) * size] for i in range(calls)]
     times = tuple(sum(duration for _, duration, _ in group) for group in groups)
@@ -86,8 +86,8 @@ def _per_call(events: list[_Event], calls: int) -> Timing:
     return Timing(times, "device", tuple(name for _, _, name in events[:size]), spans)
 
 
-def _device_events(folder: Path) -> list[_Event]:
-    """Everything that ran on the GPU's streams, in order."""
+def device_events(folder: Path) -> list[Event]:
+    """Everything that ran on the GPU's streams while a profile was written to `folder`, in order."""
     events = []
     for file in folder.rglob("*.xplane.pb"):
         for plane in ProfileData.from_file(str(file)).planes:
