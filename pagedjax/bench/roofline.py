@@ -59,7 +59,7 @@ def prefill_s(config: ModelConfig, limits: Limits, prompt_lens: list[int]) -> fl
 
 
 def workload_s(config: ModelConfig, limits: Limits, workload: Workload, max_num_seqs: int) -> float:
-    """All of it, with as many rows a step as there are answers left, at most `max_num_seqs`; the order in which answers run is left open."""
+    """All of it, with as many rows a step as answers are left, at most `max_num_seqs`; the order in which they run is left open."""
     seconds = prefill_s(config, limits, [len(p) for p in workload.prompts])
     # Each answer's first token comes from its prompt. Rows are packed as full as can be: sum of tokens over steps of full width.
     steps = [n - 1 for n in workload.output_lens]

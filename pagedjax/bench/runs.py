@@ -66,7 +66,10 @@ def throughput(
         took = time.perf_counter() - started
         short = [r for r, n in zip(results, workload.output_lens, strict=True) if len(r.token_ids) != n]
         if short:
-            raise ConfigError(f"{workload.name}: an answer ended with {short[0].finish_reason} {short[0].error or ''} after {len(short[0].token_ids)} tokens")
+            one = short[0]
+            raise ConfigError(
+                f"{workload.name}: an answer ended with {one.finish_reason} {one.error or ''} after {len(one.token_ids)} tokens"
+            )
         if any(r.num_cached_tokens for r in results) and not any(r.num_preemptions for r in results):
             raise ConfigError(f"{workload.name}: a prompt was found in the prefix cache, so this is not what it costs")
         if index:
