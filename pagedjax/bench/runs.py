@@ -23,13 +23,13 @@ class Host:
     """The host's share of a run, between two looks at `Engine.stats`.
 
     Attributes:
-      us_per_step: host microseconds a dispatch, the wait for the device left out.
-      us_per_token: the same a new token.
+      host_us_per_dispatch: host microseconds a dispatch, the wait for the device left out.
+      host_us_per_token: the same a new token.
       padding: share of the prefill tokens that were computed for nothing, because a step has one of few sizes.
     """
 
-    us_per_step: float
-    us_per_token: float
+    host_us_per_dispatch: float
+    host_us_per_token: float
     padding: float
 
 
@@ -42,7 +42,7 @@ def throughput(
     settings: dict[str, Any] | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Record:
-    """New tokens a second of whole `Engine.generate` calls, one after the other, after one that is not counted.
+    """New tokens a second of whole `Engine.generate` calls, one after the other, after one that does not count and may compile.
 
     Args:
       engine: with its steps compiled, or the first calls pay for that.
@@ -55,7 +55,8 @@ def throughput(
     Raises:
       ConfigError: an answer came out shorter than asked for, or a prefix was found: that would not measure what it says.
     """
-    seconds, hosts = [], []
+    seconds, hosts, firsts = [], [], []
+    first_run_s = 0.0
     workload = make(0)
     for index in range(repeats + 1):
         workload = make(index)
@@ -68,12 +69,16 @@ def throughput(
         if short:
             one = short[0]
             raise ConfigError(
-                f"{workload.name}: an answer ended with {one.finish_reason} {one.error or ''} after {len(one.token_ids)} tokens"
+                f"{workload.name}: an answer ended with {one.finish_reason} after {len(one.token_ids)} tokens"
+                + (f": {one.error}" if one.error else "")
             )
         if any(r.num_cached_tokens for r in results) and not any(r.num_preemptions for r in results):
             raise ConfigError(f"{workload.name}: a prompt was found in the prefix cache, so this is not what it costs")
-        if index:
+        if index == 0:
+            first_run_s = took
+        else:
             seconds.append(took)
+            firsts += [r.prefill_s * 1e3 for r in results if r.prefill_s is not None]
             hosts.append(_host(before, engine.stats()))
         progress()
     rates = sorted(workload.num_output_tokens / s for s in seconds)
@@ -84,11 +89,14 @@ def throughput(
         "tokens_per_s": statistics.median(rates),
         "tokens_per_s_all": [workload.num_output_tokens / s for s in seconds],
         "spread": (rates[-1] - rates[0]) / statistics.median(rates),
-        **dataclasses.asdict(hosts[len(hosts) // 2]),
+        "first_token_ms": statistics.median(firsts),
+        **{name: statistics.median(values) for name, values in _columns_of(hosts).items()},
+        "first_run_s": first_run_s,
     }
     if limits is not None:
         floor = workload_s(engine.config, limits, workload, engine.engine_config.max_num_seqs)
-        record |= {"floor_s": floor, "fraction_of_roofline": floor / statistics.median(seconds)}
+        rate = workload.num_output_tokens / floor
+        record |= {"floor_s": floor, "limit": rate, "fraction_of_roofline": record["tokens_per_s"] / rate}
     return record
 
 
@@ -116,8 +124,8 @@ def latency(
         progress()
     record: Record = {
         "workload": f"1 x {prompt_len} + {output_len}",
-        **{f"first_token_ms_{name}": value for name, value in _percentiles(first).items()},
-        **{f"per_token_ms_{name}": value for name, value in _percentiles(each).items()},
+        **_percentiles("first_token_ms", first),
+        **_percentiles("per_token_ms", each),
     }
     if limits is not None:
         floor = prefill_s(engine.config, limits, [prompt_len]) * 1e3
@@ -132,11 +140,16 @@ def _host(before: Any, after: Any) -> Host:
     padded = after.num_padded_prefill_tokens - before.num_padded_prefill_tokens
     real = after.num_prefill_tokens - before.num_prefill_tokens
     return Host(
-        us_per_step=spent * 1e6 / max(1, after.num_dispatches - before.num_dispatches),
-        us_per_token=spent * 1e6 / max(1, tokens),
+        host_us_per_dispatch=spent * 1e6 / max(1, after.num_dispatches - before.num_dispatches),
+        host_us_per_token=spent * 1e6 / max(1, tokens),
         padding=1 - real / padded if padded else 0.0,
     )
 
 
-def _percentiles(values: Sequence[float]) -> dict[str, float]:
-    return {f"p{p}": float(np.percentile(values, p)) for p in (50, 95, 99)}
+def _columns_of(hosts: Sequence[Host]) -> dict[str, list[float]]:
+    return {field.name: [getattr(host, field.name) for host in hosts] for field in dataclasses.fields(Host)}
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median under `name`, others under ``name_p95`` and ``name_p99``."""
+    return {name: float(np.median(values)), **{f"{name}_p{p}": float(np.percentile(values, p)) for p in (95, 99)}}

@@ -16,6 +16,7 @@ from typing import NoReturn, TextIO
 import click
 
 from pagedjax import __version__
+from pagedjax.cli.bench import bench
 from pagedjax.cli.chat import chat
 from pagedjax.cli.demo import demo
 from pagedjax.cli.generate import generate
@@ -36,7 +37,7 @@ def app() -> None:
     """
 
 
-for _command in (generate, chat, info, demo):
+for _command in (generate, chat, info, demo, bench):
     app.add_command(_command)
 
 
