@@ -161,8 +161,8 @@ def at_least(sizes: Sequence[int], n: int) -> int:
 def make_buckets(config: EngineConfig, max_model_len: int, platform: str) -> Buckets:
     """The sizes of `config`, completed by defaults.
 
-    A GPU pays little for padding and much for compiling, so it gets few sizes: at most 20. On a CPU a padded row costs what a real one
-    does, so the steps between sizes are smaller; they are compiled when they first occur.
+    A GPU pays little for padding and much for compiling, so it gets few sizes: at most 24 steps. On a CPU a padded row costs what a
+    real one does, so the steps between sizes are smaller; they are compiled when they first occur.
 
     Args:
       config: of the engine.
