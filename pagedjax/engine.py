@@ -28,6 +28,7 @@ from pagedjax.checkpoint.demo import cache_folder
 from pagedjax.config import ModelConfig
 from pagedjax.engine_config import Buckets, EngineConfig, cache_dtype, kv_block_bytes, make_buckets
 from pagedjax.errors import ConfigError, RequestError
+from pagedjax.fused_decode import fused_rows
 from pagedjax.inputs import WindowInputs
 from pagedjax.memory import CPU_CACHE_BYTES, DeviceMemory, num_blocks_that_fit
 from pagedjax.params import Params
@@ -251,6 +252,10 @@ class Engine:
         platform = "gpu" if platform in ("gpu", "cuda") else "cpu"
         self.buckets = make_buckets(engine_config, length, platform)
         kv_dtype = cache_dtype(engine_config.kv_cache_dtype, config.dtype, platform)
+        if params is not None:
+            fused = dict(kv_dtype=kv_dtype, mesh=mesh, implementation=engine_config.implementation)
+            rows = fused_rows(engine_config.fused_decode_rows, self.buckets.rows, params, config, **fused)  # type: ignore[arg-type]
+            engine_config = dataclasses.replace(engine_config, fused_decode_rows=rows)
         self.num_kv_blocks = _num_kv_blocks(params, config, engine_config, self.buckets, kv_dtype, mesh, sampler)
         self.max_model_len = min(length, self.num_kv_blocks * engine_config.block_size)
         self.config, self.engine_config = config, engine_config

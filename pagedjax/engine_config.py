@@ -41,6 +41,8 @@ class EngineConfig:
       max_bad_words: the most `bad_words` of several tokens a request, each spelling counted; those of one token do not count.
       max_bad_word_tokens: the most tokens of one.
       implementation: of the kernels; ``None`` picks the fastest here.
+      fused_decode_rows: windows of up to so many rows run decode steps of few large kernels (`fused_decode`), which agree with the others
+        up to the rounding of a 16-bit dtype; ``None`` where that was measured to be faster on this device, 0 nowhere.
       row_buckets: sizes of decode windows in rows; ``None`` for a default that suits the device. So are the next three.
       mixed_row_buckets: decode rows of a step with prefill chunks.
       token_buckets: prefill tokens of a step.
@@ -66,6 +68,7 @@ class EngineConfig:
     max_bad_words: int = 8
     max_bad_word_tokens: int = 8
     implementation: str | None = None
+    fused_decode_rows: int | None = None
     row_buckets: tuple[int, ...] | None = None
     mixed_row_buckets: tuple[int, ...] | None = None
     token_buckets: tuple[int, ...] | None = None
@@ -88,6 +91,9 @@ class EngineConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name} is {value!r}; it must be a positive integer")
+        fused = self.fused_decode_rows
+        if fused is not None and (isinstance(fused, bool) or not isinstance(fused, int) or fused < 0):
+            raise ConfigError(f"fused_decode_rows is {fused!r}; it must be an integer of at least 0")
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size is {self.block_size}; it must be a power of two")
         if self.kv_cache_dtype not in ("auto", *_ITEMSIZE):

@@ -90,6 +90,7 @@ def decode_window(
     sampler: Sampler = Sampler(),
     mesh: Mesh | None = None,
     implementation: str | None = None,
+    fused_rows: int = 0,
 ) -> tuple[Sampled, KVCache, EngineState]:
     """Decode up to `num_steps` tokens for some rows.
 
@@ -101,6 +102,7 @@ def decode_window(
       window: steps between two looks at whether all rows are done, see `step.decode_loop`. Static.
       num_logprobs: the likeliest tokens that are reported [J] for rows that ask. Static.
       sampler: see `sampling.Sampler`. Static.
+      fused_rows: windows of up to so many rows run the steps of `fused_decode`. Static.
 
     Returns:
       what was sampled, leaves [num_steps, B, ...], token -1 after a row is done; cache and state.
@@ -121,6 +123,7 @@ def decode_window(
         num_logprobs=num_logprobs,
         sampler=sampler,
         implementation=implementation,
+        fused=inputs.state_ids.shape[0] <= fused_rows,
     )
     assert tables is not None
     return sampled, cache, EngineState(_put(state.rows, inputs.state_ids, rows), state.sampling, tables)

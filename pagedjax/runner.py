@@ -85,12 +85,21 @@ class Steps(NamedTuple):
 
 @functools.cache  # jitted once for all engines, so that two engines of the same shapes share what was compiled
 def jitted_steps(
-    config: ModelConfig, mesh: Mesh | None, num_logprobs: int, implementation: str | None, num_steps: int, sampler: Sampler
+    config: ModelConfig,
+    mesh: Mesh | None,
+    num_logprobs: int,
+    implementation: str | None,
+    num_steps: int,
+    sampler: Sampler,
+    fused_rows: int = 0,
 ) -> Steps:
     """The steps for these settings; cache and state are donated."""
     static: dict[str, Any] = dict(config=config, mesh=mesh, num_logprobs=num_logprobs, implementation=implementation, sampler=sampler)
     return Steps(
-        jax.jit(_traces.of(decode_window, **static, num_steps=num_steps, window=look_every(num_steps)), donate_argnums=(1, 2)),
+        jax.jit(
+            _traces.of(decode_window, **static, num_steps=num_steps, window=look_every(num_steps), fused_rows=fused_rows),
+            donate_argnums=(1, 2),
+        ),
         jax.jit(_traces.of(mixed_step, **static), donate_argnums=(1, 2)),
         jax.jit(_traces.of(set_tables), donate_argnums=(0,)),
     )
@@ -251,7 +260,8 @@ def empty_table_row(config: ModelConfig, engine_config: EngineConfig) -> TableRo
 
 def _steps_of(config: ModelConfig, engine_config: EngineConfig, mesh: Mesh | None, sampler: Sampler) -> Steps:
     num_logprobs = min(engine_config.max_logprobs, sampler.vocab_size or config.vocab_size)  # a tiny vocabulary may have fewer tokens
-    return jitted_steps(config, mesh, num_logprobs, engine_config.implementation, engine_config.window, sampler)
+    fused_rows = engine_config.fused_decode_rows or 0  # an engine has made a number of it
+    return jitted_steps(config, mesh, num_logprobs, engine_config.implementation, engine_config.window, sampler, fused_rows)
 
 
 def _shapes(inputs: WindowInputs | MixedInputs) -> Hashable:

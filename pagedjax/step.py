@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from pagedjax.config import ModelConfig
+from pagedjax.fused_decode import fused_forward
 from pagedjax.inputs import LogitTables, SamplingInputs, StepInputs
 from pagedjax.kv_cache import KVCache
 from pagedjax.model import forward
@@ -156,8 +157,12 @@ def decode_rows(
     num_logprobs: int | None,
     sampler: Sampler,
     implementation: str | None,
+    fused: bool = False,
 ) -> tuple[Sampled, KVCache, RequestState, LogitTables | None]:
-    """`decode_loop` with what changes logits beside `sampling`: `tables`, and each row's row of them, see `sampling.sample`."""
+    """`decode_loop` with what changes logits beside `sampling`: `tables`, and each row's row of them, see `sampling.sample`.
+
+    `fused` runs steps of few large kernels, see `fused_decode`.
+    """
     if num_steps < 1 or window < 1 or num_steps % window:
         raise ValueError(f"num_steps {num_steps} must be a positive multiple of window {window}")
     num_rows = state.done.shape[0]
@@ -167,7 +172,10 @@ def decode_rows(
         cache, state, changing, out = carry
         of_step = None if tables is None else tables._replace(**changing)
         inputs = decode_inputs(state, block_tables, cache.block_size)
-        logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
+        if fused:
+            logits, cache = fused_forward(params, cache, inputs, config, implementation=implementation)
+        else:
+            logits, cache = forward(params, cache, inputs, config, mesh, implementation=implementation)
         live = ~state.done
         where = LogitsState(state.last_token, state.num_computed_tokens + 1, state.num_generated, sampling.seed, sampling.sample_index)
         options = dict(tables=of_step, rows=table_rows, num_logprobs=num_logprobs, sampler=sampler, implementation=chosen)

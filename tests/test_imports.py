@@ -31,7 +31,7 @@ HOST = (
     "text",
     "checkpoint",
 )
-TRACED = ("kv_cache", "params", "layers", "attention", "model", "sampling", "step", "engine_step")
+TRACED = ("kv_cache", "params", "layers", "attention", "model", "fused_decode", "sampling", "step", "engine_step")
 MEETING = ("load", "generation", "runner", "engine", "async_engine", "llm", "bench", "cli", "__main__")
 # What the traced column may know of the host: plain values.
 SHARED_VALUES = ("errors", "config", "inputs")

@@ -282,6 +282,7 @@ def _bed(
     window: int,
     gpu_memory_utilization: float,
     kv_blocks: int | None,
+    fused_decode_rows: int | None,
 ) -> tuple[Bed, Record]:
     """The engine, and what was measured on the way to it."""
     import jax
@@ -322,6 +323,7 @@ def _bed(
             window=window,
             gpu_memory_utilization=gpu_memory_utilization,
             num_kv_blocks=kv_blocks,
+            fused_decode_rows=fused_decode_rows,
         ),
     )
     engine_s = time.perf_counter() - started

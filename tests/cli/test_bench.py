@@ -96,6 +96,7 @@ def test_no_nan_reaches_json(tmp_path):
         ),
         (("mixed", "--shape", "tiny", "--plot", "no/such/folder/x.png"), "--plot: there is no folder"),
         (("mixed", "--shape", "tiny", "--gpu-memory-utilization", "2"), "gpu_memory_utilization is 2"),
+        (("mixed", "--shape", "tiny", "--fused-decode-rows", "4"), "fused_decode_rows is 4, but windows of 1 rows can't be fused: "),
         (("latency", "--model", "no/such/model"), "no/such/model"),
     ],
 )

@@ -25,6 +25,14 @@ def test_the_example_runs(capsys):
 
 def test_every_implementation_is_in_the_table():
     text = README.read_text(encoding="utf-8")
-    for op in ("paged_attention", "paged_prefill_attention", "write_kv", "sample_tokens", "token_logprobs"):
+    for op in (
+        "paged_attention",
+        "paged_prefill_attention",
+        "write_kv",
+        "rope_write_kv",
+        "skinny_matmul",
+        "sample_tokens",
+        "token_logprobs",
+    ):
         for name in pallas_kernels.support(op).reasons:
             assert f"`{name}`" in text, f"{op}'s {name}"
