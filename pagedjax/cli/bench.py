@@ -55,6 +55,12 @@ _ENGINE = (
     click.option("--gpu-memory-utilization", type=float, default=0.9, show_default=True, help="Share of the device's memory to use."),
     click.option("--kv-blocks", type=click.IntRange(min=1), metavar="N", help="Blocks of 16 tokens in the cache. [default: what fits]"),
     click.option(
+        "--fused-decode-rows",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Windows of up to so many rows run steps of few large kernels. [default: where that was measured to be faster]",
+    ),
+    click.option(
         "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON lines: a header, then a line each."
     ),
     click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Write a PNG (needs matplotlib)."),
