@@ -24,12 +24,15 @@ import jax
 from pallas_kernels import support
 from pallas_kernels._dispatch import INTERPRET_SUFFIX
 from pallas_kernels.tuning import tuner
-from pallas_kernels.tuning.cases import Case, Pools, decode_case, mixed_case, prefill_case, write_case
-from pallas_kernels.tuning.shapes import DecodeShape, PrefillShape, Shape, WriteShape, named
+from pallas_kernels.tuning.cases import Case, Pools, decode_case, matmul_case, mixed_case, prefill_case, rope_case, write_case
+from pallas_kernels.tuning.shapes import DecodeShape, MatmulShape, PrefillShape, RopeShape, Shape, WriteShape, named
 from pallas_kernels.tuning.timing import Timing, bandwidths, measure
 
 _DECODE, _PREFILL, _WRITE = "paged_attention", "paged_prefill_attention", "write_kv"
-_DEFAULT_SHAPES = ("decode-h64", "decode-h128", "write-", "prefill-", "mixed-")
+_MATMUL, _ROPE = "skinny_matmul", "rope_write_kv"
+_OPS = (_DECODE, _PREFILL, _WRITE, _MATMUL, _ROPE)
+_MATMULS = ("matmul-qkv", "matmul-o", "matmul-gate_up", "matmul-down", "matmul-head")
+_DEFAULT_SHAPES = ("decode-h64", "decode-h128", "write-", "prefill-", "mixed-", *_MATMULS, "rope-h64")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tune", type=Path, metavar="FILE", help="search settings for the decode kernels, write this device's table and stop"
     )
+    parser.add_argument("--tune-op", choices=(_DECODE, _MATMUL), default=_DECODE, help="whose settings (default: %(default)s)")
     parser.add_argument("--list", action="store_true", help="list the shapes and stop")
     args = parser.parse_args(argv)
     shapes = list(dict.fromkeys(shape for text in args.only or _DEFAULT_SHAPES for shape in named(text)))
@@ -73,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     header = _header(command.rstrip())
     print(f"{header['device']}, {', '.join(f'{name} {version}' for name, version in header['versions'].items())}, {header['date']}")
     pools = Pools(args.blocks)
+    if args.tune and args.tune_op == _MATMUL:
+        if why := support(_MATMUL).reasons["pallas_triton"]:
+            parser.error(f"--tune: skinny_matmul's pallas_triton does not run here: {why}")
+        tuner.write_table(args.tune, header, tuner.tune_matmul(print))
+        return 0
     if args.tune:
         here = [name for name in ("pallas_triton", "mosaic_gpu") if support(_DECODE).reasons[name] is None]
         names = tuple(args.implementation or here)
@@ -102,7 +111,7 @@ def _header(command: str) -> dict[str, Any]:
 
 def _unusable(names: Sequence[str]) -> str | None:
     """What is wrong with the implementations asked for, or ``None``."""
-    reports = [support(op) for op in (_DECODE, _PREFILL, _WRITE)]
+    reports = [support(op) for op in _OPS]
     for name in names:
         reasons = [report.reasons[name] for report in reports if name in report.reasons]
         if not reasons:
@@ -154,6 +163,10 @@ def _cases(shape: Shape, implementations: Sequence[str] | None, pools: Pools) ->
         return [write_case(shape, name, pools) for name in here(_WRITE)]
     if isinstance(shape, PrefillShape):
         return [prefill_case(shape, name, pools) for name in [*here(_PREFILL), *(["cudnn"] if on_gpu else [])]]
+    if isinstance(shape, MatmulShape):
+        return [matmul_case(shape, name) for name in [*here(_MATMUL), *(["reference"] if on_gpu and not implementations else [])]]
+    if isinstance(shape, RopeShape):
+        return [rope_case(shape, name, pools) for name in here(_ROPE)]
     return [mixed_case(shape, name, pools) for name in here(_DECODE) if name in here(_PREFILL)]
 
 

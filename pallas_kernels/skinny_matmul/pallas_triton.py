@@ -19,7 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels._dispatch import Device
+from pallas_kernels import tuning
+from pallas_kernels._dispatch import Device, current_device
 from pallas_kernels.skinny_matmul import MatmulOutput, MatmulProblem
 
 MAX_ROWS = 16
@@ -56,7 +57,24 @@ class MatmulConfig:
         return None
 
 
-def config_for(problem: MatmulProblem) -> MatmulConfig:
+def properties(problem: MatmulProblem) -> dict[str, int]:
+    """What settings are measured for: see ``tuning.lookup``."""
+    return {
+        "num_rows": pl.next_power_of_2(problem.num_rows),
+        "num_inputs": problem.num_inputs,
+        "num_outputs": problem.num_outputs,
+        "gate_up": int(problem.gate_up),
+        "itemsize": 2,
+    }
+
+
+def config_for(problem: MatmulProblem, device: Device) -> MatmulConfig:
+    """What was measured to be fastest on this device, else `heuristic`, whose errors it has."""
+    tuned = tuning.lookup(device.kind, "skinny_matmul", "pallas_triton", **properties(problem))
+    return heuristic(problem) if tuned is None else MatmulConfig(**tuned)
+
+
+def heuristic(problem: MatmulProblem) -> MatmulConfig:
     """The settings that the prototype of this kernel was fastest with on an H200 (jax 0.11.2): as many tiles as one wave holds.
 
     Raises:
@@ -87,7 +105,7 @@ def why_not(problem: MatmulProblem | None, device: Device, *, interpret: bool) -
     if problem.dtype == "float32":
         return "it serves bfloat16 and float16, got float32; 'reference' serves it"
     try:
-        config_for(problem)
+        heuristic(problem)
     except NotImplementedError as error:
         return f"{error}; 'reference' serves any size"
     return None
@@ -105,7 +123,7 @@ def run(
     config: MatmulConfig | None = None,
 ) -> MatmulOutput:
     """See ``pallas_kernels.skinny_matmul``; `config` overrides the settings."""
-    config = config or config_for(problem)
+    config = config or config_for(problem, current_device())
     fold, rows, inputs = config.fold, problem.num_rows, problem.num_inputs
     tiles = problem.num_outputs * fold // config.rows
     # The interpreter clamps indices out of range before it looks at a store's mask: there, outputs have all of a program's columns.

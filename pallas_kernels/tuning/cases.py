@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import paged_attention, paged_prefill_attention, write_kv
-from pallas_kernels.tuning.shapes import DecodeShape, MixedShape, PrefillShape, WriteShape
+from pallas_kernels import paged_attention, paged_prefill_attention, rope_write_kv, skinny_matmul, write_kv
+from pallas_kernels.tuning.shapes import DecodeShape, MatmulShape, MixedShape, PrefillShape, RopeShape, WriteShape
 
 _DISTINCT_BYTES = 256 << 20  # several times the L2 of any card
 _ERROR_ROWS = 4  # rows that are compared with the reference: a whole batch of long rows would not fit as float32
@@ -31,7 +31,7 @@ class Pools:
             self._made[key] = self.fresh(shape)
         return self._made[key]
 
-    def fresh(self, shape: DecodeShape | PrefillShape | WriteShape) -> tuple[jax.Array, jax.Array]:
+    def fresh(self, shape: DecodeShape | PrefillShape | WriteShape | RopeShape) -> tuple[jax.Array, jax.Array]:
         """A pair that nobody else holds: it may be donated."""
         blocks = max(2, self.num_blocks * 16 // shape.block_size)
         size, dtype = (blocks, shape.num_kv_heads, shape.block_size, shape.head_size), jnp.dtype(shape.dtype)
@@ -123,6 +123,75 @@ def write_case(shape: WriteShape, implementation: str, pools: Pools) -> Case:
         return max(
             relative_error(pool[block, :, offset].astype(jnp.float32), x.astype(jnp.float32)) for pool, x in ((k_pool, k), (v_pool, v))
         )
+
+    return Case(shape.name, implementation, call, calls, shape.bytes_needed, error=error)
+
+
+@dataclass(frozen=True)
+class MatmulData:
+    """Arguments of ``skinny_matmul``: enough weights that the L2 holds none when its turn comes again."""
+
+    weights: list[jax.Array]
+    given: dict[str, jax.Array]  # the other arrays
+    options: dict[str, Any]
+
+
+def matmul_data(shape: MatmulShape) -> MatmulData:
+    """Random numbers of a shape."""
+    inputs, outputs, gate_up = shape.num_inputs, shape.num_outputs, "gate_up" in shape.parts
+    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+    size = (outputs * (2 if gate_up else 1), inputs)
+    make = jax.jit(lambda i: draw(jax.random.key(i), size) * jnp.asarray(inputs**-0.5, jnp.bfloat16))
+    given = dict(x=draw(jax.random.key(3), (shape.rows, inputs)))
+    if "norm" in shape.parts:
+        given["sum_squares"] = jnp.square(given["x"].astype(jnp.float32)).sum(-1)[None]
+    if "residual" in shape.parts:
+        given["residual"] = draw(jax.random.key(4), (shape.rows, outputs))
+    if "next_norm" in shape.parts:
+        given["next_norm"] = 1 + draw(jax.random.key(5), (outputs,)) / 4
+    count = 1 + math.ceil(_DISTINCT_BYTES / shape.bytes_needed)
+    return MatmulData([make(i) for i in range(count)], given, dict(gate_up=gate_up, eps=1e-5 if "norm" in shape.parts else 0.0))
+
+
+def matmul_case(
+    shape: MatmulShape, implementation: str, data: MatmulData | None = None, multiply: Callable[..., Any] | None = None
+) -> Case:
+    """``multiply`` replaces the op: for a backend's function with settings of one's own."""
+    data = data or matmul_data(shape)
+    weights, given, options = data.weights, data.given, data.options
+    op = multiply or functools.partial(skinny_matmul, implementation=implementation)
+    run = jax.jit(lambda weight, given: op(weight=weight, **given, **options).out)
+
+    def error() -> float:
+        reference = functools.partial(skinny_matmul, implementation="reference", **options)
+        want = jax.jit(lambda weight, given: reference(weight=weight, **given).out)(weights[0], given)
+        return relative_error(run(weights[0], given).astype(jnp.float32), want.astype(jnp.float32))
+
+    calls, flops = calls_for(shape.bytes_needed), 2 * shape.rows * weights[0].size
+    return Case(shape.name, implementation, lambda i: run(weights[i % len(weights)], given), calls, shape.bytes_needed, flops, error)
+
+
+def rope_case(shape: RopeShape, implementation: str, pools: Pools) -> Case:
+    """The pools are donated from call to call."""
+    state = list(pools.fresh(shape))
+    calls = calls_for(shape.bytes_needed)
+    rng, num_slots = np.random.default_rng(0), state[0].shape[0] * shape.block_size
+    slots = [
+        jnp.asarray(rng.choice(num_slots - shape.block_size, shape.tokens, replace=False) + shape.block_size, jnp.int32) for _ in range(8)
+    ]
+    dtype, group = jnp.dtype(shape.dtype), shape.num_heads // shape.num_kv_heads
+    qkv = jax.random.normal(jax.random.key(4), (shape.tokens, shape.num_kv_heads, group + 2, shape.head_size), dtype)
+    angle = jax.random.normal(jax.random.key(5), (shape.tokens, shape.head_size // 2), jnp.float32)
+    cos, sin = (jnp.tile(f(angle), (1, 2)).astype(dtype) for f in (jnp.cos, jnp.sin))
+    run = jax.jit(functools.partial(rope_write_kv, implementation=implementation), donate_argnums=(3, 4))
+
+    def call(i: int) -> jax.Array:
+        q, *state[:] = run(qkv, cos, sin, *state, slots[i % len(slots)])
+        return q
+
+    def error() -> float:
+        want, *_ = jax.jit(functools.partial(rope_write_kv, implementation="reference"))(qkv, cos, sin, *state, slots[0])
+        return relative_error(call(0).astype(jnp.float32), want.astype(jnp.float32))
 
     return Case(shape.name, implementation, call, calls, shape.bytes_needed, error=error)
 

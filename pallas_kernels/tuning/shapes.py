@@ -115,7 +115,74 @@ class MixedShape:
         return f"mixed-h{self.decode.head_size}-{decode}-and-{prefill}"
 
 
-Shape = DecodeShape | WriteShape | PrefillShape | MixedShape
+# The products of a decode step of Llama-3.2-1B: outputs (gates and what they open count once), inputs, and what stands around them.
+_PRODUCTS = {
+    "qkv": (3072, 2048, ("norm",)),
+    "o": (2048, 2048, ("residual", "next_norm")),
+    "gate_up": (8192, 2048, ("norm", "gate_up")),
+    "down": (2048, 8192, ("residual", "next_norm")),
+    "head": (128256, 2048, ("norm",)),
+    "small": (64, 128, ("norm", "gate_up")),  # for a CPU
+}
+
+
+@dataclass(frozen=True)
+class MatmulShape:
+    """One call of ``skinny_matmul``: ``rows`` rows in one of the products of a decode step."""
+
+    product: str
+    rows: int
+
+    @property
+    def name(self) -> str:
+        """Such as ``matmul-gate_up-8``."""
+        return f"matmul-{self.product}-{self.rows}"
+
+    @property
+    def num_outputs(self) -> int:
+        """N; the weight has twice as many rows with a gate."""
+        return _PRODUCTS[self.product][0]
+
+    @property
+    def num_inputs(self) -> int:
+        """D."""
+        return _PRODUCTS[self.product][1]
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Of ``norm``, ``gate_up``, ``residual`` and ``next_norm``, what the call has."""
+        return _PRODUCTS[self.product][2]
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes that the op must move once: the weight; a few rows do not count."""
+        return 2 * self.num_inputs * self.num_outputs * (2 if "gate_up" in self.parts else 1)
+
+
+@dataclass(frozen=True)
+class RopeShape:
+    """One call of ``rope_write_kv``: ``tokens`` tokens of Llama-3.2-1B into shuffled slots."""
+
+    tokens: int
+    head_size: int = 64
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        """Such as ``rope-h64-8``."""
+        return f"rope-h{self.head_size}-{self.tokens}"
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes that the op must move once: projections in, queries, keys and values out, angles and slots."""
+        heads = self.num_heads + 2 * self.num_kv_heads
+        return self.tokens * (2 * heads * self.head_size * 2 + 2 * self.head_size * 2 + 4)
+
+
+Shape = DecodeShape | WriteShape | PrefillShape | MixedShape | MatmulShape | RopeShape
 
 DECODE = (
     *(DecodeShape(batch, context, 64) for batch in (1, 8, 32, 128) for context in (512, 2048, 8192)),
@@ -129,11 +196,18 @@ GROUPS = tuple(DecodeShape(32, 2048, 128, num_heads=n, num_kv_heads=k) for n, k 
 WRITE = (WriteShape(256), WriteShape(8192))
 PREFILL = (PrefillShape(1, 8192, 0), PrefillShape(64, 128, 1024))
 MIXED = (MixedShape(DecodeShape(64, 2048, 128), PrefillShape(1, 2048, 0)),)
+MATMUL = tuple(MatmulShape(product, rows) for product in ("qkv", "o", "gate_up", "down", "head") for rows in (1, 8, 16))
+ROPE = (RopeShape(1), RopeShape(8), RopeShape(256))
 # Small enough for a CPU: what the bench's own test runs.
-SMALL = (DecodeShape(2, 40, 16, num_heads=4, num_kv_heads=2, block_size=8, dtype="float32"),)
+SMALL = (
+    MatmulShape("small", 1),
+    MatmulShape("small", 3),
+    RopeShape(3, 16, 4, 2, 8),
+    DecodeShape(2, 40, 16, num_heads=4, num_kv_heads=2, block_size=8, dtype="float32"),
+)
 
 
 def named(pattern: str) -> tuple[Shape, ...]:
     """Every shape of the table whose name contains ``pattern``."""
-    shapes: tuple[Shape, ...] = (*DECODE, *BLOCK_SIZES, *GROUPS, *WRITE, *PREFILL, *MIXED, *SMALL)
+    shapes: tuple[Shape, ...] = (*DECODE, *BLOCK_SIZES, *GROUPS, *WRITE, *PREFILL, *MIXED, *MATMUL, *ROPE, *SMALL)
     return tuple(dict.fromkeys(shape for shape in shapes if pattern in shape.name))

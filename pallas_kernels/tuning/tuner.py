@@ -1,28 +1,32 @@
 """Find the fastest settings of the decode kernels on this device and write them as its table (``h200.json``)."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallas_kernels import tuning
+from pallas_kernels import MatmulOutput, tuning
 from pallas_kernels.paged_attention import OP, describe
 from pallas_kernels.paged_attention.mosaic_gpu import Tiling
 from pallas_kernels.paged_attention.split import TileConfig, next_power_of_two
-from pallas_kernels.tuning.cases import Pools, decode_case
-from pallas_kernels.tuning.shapes import DecodeShape
+from pallas_kernels.skinny_matmul import MatmulProblem
+from pallas_kernels.skinny_matmul import describe as describe_matmul
+from pallas_kernels.skinny_matmul import pallas_triton as matmul
+from pallas_kernels.tuning.cases import Pools, decode_case, matmul_case, matmul_data
+from pallas_kernels.tuning.shapes import MATMUL, DecodeShape, MatmulShape
 from pallas_kernels.tuning.timing import measure
 
 # One setting serves every batch and context of a head size, so that a row's bits do not depend on the batch: each shape has a
 # say, whatever its time (context 0: 64 ragged rows).
 SHAPES = ((1, 8192), (2, 2048), (8, 2048), (24, 2048), (32, 2048), (64, 0), (128, 512), (128, 2048))
 _SHARED_MEMORY = 220 << 10
-Settings = TileConfig | Tiling
+Settings = TileConfig | Tiling | matmul.MatmulConfig
 
 
 def candidates(implementation: str, head_size: int, itemsize: int) -> tuple[list[Settings], Callable[[Settings], list[Settings]]]:
@@ -94,6 +98,50 @@ def tune(head_sizes: tuple[int, ...], implementations: tuple[str, ...], pools: P
         }
         found["paged_attention"][name].append(entry)
     return found
+
+
+def matmul_candidates(problem: MatmulProblem) -> list[matmul.MatmulConfig]:
+    """Settings of ``skinny_matmul`` that divide a problem and fit in shared memory, the heuristic's first."""
+    if problem.num_rows == 1:
+        sizes = itertools.product((4, 8, 16), (128, 256, 512), (2, 4, 8))
+        found = [matmul.MatmulConfig(rows, tile_k, by_number=True, num_warps=warps) for rows, tile_k, warps in sizes]
+    else:
+        found = []
+    products = itertools.product((32, 64, 128), (64, 128), (1, 2, 4), (4, 8), (3, 4, 6))
+    weights = 2 if problem.gate_up else 1
+    found += [
+        matmul.MatmulConfig(rows, tile_k, fold, num_warps=warps, num_stages=stages)
+        for rows, tile_k, fold, warps, stages in products
+        if fold < rows and stages * tile_k * 2 * (weights * rows + max(16, next_power_of_two(problem.num_rows) * fold)) <= _SHARED_MEMORY
+    ]
+    first = matmul.heuristic(problem)
+    return [first, *(config for config in found if config != first and config.why_not(problem) is None)]
+
+
+def tune_matmul(log: Callable[[str], None], shapes: Sequence[MatmulShape] = MATMUL) -> dict[str, Any]:
+    """The ``settings`` of ``skinny_matmul`` for these products and numbers of rows, 16-bit weights."""
+    entries = []
+    for shape in shapes:
+        data = matmul_data(shape)
+        problem = describe_matmul(data.given["x"], data.weights[0], **_without_x(data.given), **data.options)
+        configs = matmul_candidates(problem)
+        cases = [matmul_case(shape, "pallas_triton", data, functools.partial(_multiply, config)) for config in configs]
+        timings = measure([case.call for case in cases], [case.calls for case in cases])
+        best = min(range(len(configs)), key=lambda i: timings[i].us)
+        log(f"{shape.name}: {_brief(configs[best])}: {timings[best].us:.2f} us; by the heuristic {timings[0].us:.2f} us")
+        config = dataclasses.asdict(configs[best])
+        entries.append({"match": matmul.properties(problem), "config": config, "us": round(timings[best].us, 2)})
+    return {"skinny_matmul": {"pallas_triton": entries}}
+
+
+def _without_x(given: dict[str, jax.Array]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != "x"}
+
+
+def _multiply(config: matmul.MatmulConfig, *, x: jax.Array, weight: jax.Array, **given: Any) -> MatmulOutput:
+    problem = describe_matmul(x, weight, **given)
+    fused = (given.get(name) for name in ("sum_squares", "residual", "next_norm"))
+    return matmul.run(problem, x, weight, *fused, interpret=jax.default_backend() != "gpu", config=config)
 
 
 def write_table(path: Path, header: dict[str, Any], settings: dict[str, Any]) -> None:

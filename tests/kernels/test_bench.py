@@ -134,3 +134,50 @@ def test_the_tuner_takes_the_least_geometric_mean_and_keeps_other_settings(tmp_p
     assert written["device"] == "a card"
     assert set(written["settings"]["paged_attention"]) == {"jax_triton", "mosaic_gpu", "pallas_triton"}
     assert written["settings"]["other"] == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "implementation"),
+    [
+        ("matmul-small-1", "reference"),
+        ("matmul-small-3", "pallas_triton_interpret"),
+        ("rope-h16", "reference"),
+        ("rope-h16", "pallas_triton_interpret"),
+    ],
+)
+def test_the_other_ops_of_a_decode_step(tmp_path, shape, implementation):
+    file = tmp_path / "bench.jsonl"
+    arguments = ["--only", shape, "--blocks", "64", "--bandwidth-bytes", str(1 << 20), "--repeat", "1"]
+    assert bench.main([*arguments, "--implementation", implementation, "--json", str(file)]) == 0
+    _, record = map(json.loads, file.read_text().splitlines())
+    assert record["implementation"] == implementation and record["shape"].startswith(shape)
+    assert record["error"] < 2**-8 and record["us"] > 0  # one rounding to bfloat16
+    if shape.startswith("matmul"):
+        assert record["bytes"] == 2 * 2 * 64 * 128
+
+
+def test_settings_of_skinny_matmul_are_raced(monkeypatch):
+    raced = []
+
+    def measure(cells, calls):
+        for cell in cells[:2]:
+            jax.block_until_ready(cell(0))
+        raced.append(len(cells))
+        return [Timing((float(1 + (i - 3) ** 2),), "device") for i in range(len(cells))]
+
+    monkeypatch.setattr(tuner, "measure", measure)
+    said = []
+    found = tuner.tune_matmul(said.append, (shapes.MatmulShape("small", 3),))
+    (entry,) = found["skinny_matmul"]["pallas_triton"]
+    assert entry["match"] == dict(num_rows=4, num_inputs=128, num_outputs=64, gate_up=1, itemsize=2)
+    assert (
+        entry["us"] == 1.0 and raced[0] > 10 and set(entry["config"]) == {"rows", "tile_k", "fold", "by_number", "num_warps", "num_stages"}
+    )
+    assert "matmul-small-3: " in said[0] and "by the heuristic 10.00 us" in said[0]
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="asks for what a CPU cannot do")
+def test_tuning_skinny_matmul_needs_a_gpu(capsys, tmp_path):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["--tune", str(tmp_path / "x.json"), "--tune-op", "skinny_matmul"])
+    assert "--tune: skinny_matmul's pallas_triton does not run here: it needs an NVIDIA GPU" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import MatmulOutput, skinny_matmul, support
 from pallas_kernels._dispatch import H200
 from pallas_kernels.skinny_matmul import describe, pallas_triton, start
-from pallas_kernels.skinny_matmul.pallas_triton import MatmulConfig, config_for
+from pallas_kernels.skinny_matmul.pallas_triton import MatmulConfig, config_for, heuristic, properties
 from tests.kernels.h200 import compile_for_h200, needs_compiler
 
 D, N = 512, 128
@@ -142,9 +142,20 @@ def test_start_gives_what_the_norm_in_front_wants():
 )
 def test_one_wave_of_programs_where_the_outputs_are_few(outputs, inputs, rows, fold):
     problem = describe(jax.ShapeDtypeStruct((rows, inputs), jnp.bfloat16), jax.ShapeDtypeStruct((outputs, inputs), jnp.bfloat16))
-    config = config_for(problem)
+    config = heuristic(problem)
     assert (config.fold, config.rows, config.by_number) == (fold, 64, False)
-    assert config_for(dataclasses.replace(problem, num_rows=1)).by_number
+    assert heuristic(dataclasses.replace(problem, num_rows=1)).by_number
+
+
+def test_measured_settings_come_first(monkeypatch):
+    problem = describe(draw(5, D), draw(2 * N, D), gate_up=True)
+    measured = MatmulConfig(32, 128, num_warps=8)
+    entry = {"match": dict(num_rows=8, num_inputs=D, num_outputs=N, gate_up=1, itemsize=2), "config": dataclasses.asdict(measured)}
+    table = {"settings": {"skinny_matmul": {"pallas_triton": [entry]}}}
+    monkeypatch.setattr("pallas_kernels.tuning.load", lambda kind: table if kind == H200.kind else {})
+    assert config_for(problem, H200) == measured and properties(problem) == entry["match"]
+    assert config_for(problem, dataclasses.replace(H200, kind="another")) == heuristic(problem)
+    assert config_for(dataclasses.replace(problem, gate_up=False), H200) == heuristic(problem)
 
 
 @pytest.mark.parametrize(
