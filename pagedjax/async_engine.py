@@ -8,11 +8,12 @@ import concurrent.futures
 import functools
 import logging
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
-from pagedjax.engine import Engine, TokenDelta
+from pagedjax.engine import Engine, Text, TokenDelta
 from pagedjax.errors import EngineError
 from pagedjax.params import Params
 from pagedjax.request import SamplingParams
@@ -42,6 +43,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._closing = False
         self._failure: BaseException | None = None
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self._serve, name="pagedjax-engine", daemon=True)
         self._thread.start()
 
@@ -53,11 +55,14 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        sample_index: int = 0,
+        text: Text | None = None,
     ) -> AsyncGenerator[TokenDelta, None]:
         """Continue a prompt. Leaving the loop early (`break` with `aclose`, cancellation, an exception) aborts the request.
 
         Args:
-          prompt_token_ids, sampling_params, request_id, priority, cache_salt: see `Engine.add_request`.
+          prompt_token_ids, sampling_params, request_id, priority, cache_salt, sample_index: see `Engine.add_request`.
+          text: likewise; it is used on the engine's thread.
 
         Yields:
           what each step gave; the last one has a finish reason.
@@ -70,7 +75,13 @@ class AsyncEngine:
 
         def add() -> str:
             name = self._engine.add_request(
-                prompt_token_ids, sampling_params, request_id=request_id, priority=priority, cache_salt=cache_salt
+                prompt_token_ids,
+                sampling_params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                sample_index=sample_index,
+                text=text,
             )
             self._readers[name] = reader
             return name
@@ -109,6 +120,17 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """See `Engine.stats`."""
         return await self._call(self._engine.stats)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still takes requests: it was not closed, and no bug has ended its thread."""
+        return not self._closing
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the engine began what it is doing now: one step, a compilation included, or one call; 0 while it waits."""
+        since = self._busy_since
+        return 0.0 if since is None else time.monotonic() - since
 
     async def close(self) -> None:
         """Stop. Readers that are still waiting get an `EngineError`."""
@@ -156,7 +178,10 @@ class AsyncEngine:
     def _serve(self) -> None:
         try:
             while self._run_calls():
-                self._deliver(self._engine.step())
+                self._busy_since = time.monotonic()
+                deltas = self._engine.step()
+                self._busy_since = None
+                self._deliver(deltas)
         except BaseException as error:
             logger.exception("the engine has stopped")
             self._failure = error
@@ -184,6 +209,7 @@ class AsyncEngine:
                     return True
                 function, future = self._calls.popleft()
             if future.set_running_or_notify_cancel():
+                self._busy_since = time.monotonic()
                 try:
                     result = function()
                 except BaseException as error:
@@ -192,6 +218,7 @@ class AsyncEngine:
                         raise
                 else:
                     future.set_result(result)
+                self._busy_since = None
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:
         """Wake each event loop once, not once a token."""

@@ -57,6 +57,8 @@ class TokenDelta:
       error: what went wrong, with the reason ``"error"``.
       text: what became certain of the text, where `Engine.add_request` was given one.
       stop_reason: with the reason ``"stop"``, what of `SamplingParams.stop_token_ids` or `SamplingParams.stop` it was.
+      num_cached_tokens: prompt tokens that were found in the prefix cache; ``None`` before it was first admitted.
+      prompt_logprobs: with the first tokens, where asked for, those of the prompt; see `RequestResult`.
     """
 
     request_id: str
@@ -66,6 +68,8 @@ class TokenDelta:
     error: str | None = None
     text: str | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -760,8 +764,10 @@ class Engine:
             # The device ends a row for the same reasons as the host, whose last tokens came with an earlier dispatch.
             self._finish(live, "error", [], None, "the device ended this request, and the host did not see why")
             return
+        prompt_logprobs = None
         if live.times.first_token_s is None:
             live.times.first_token_s = now
+            prompt_logprobs = live.prompt_logprobs
         live.times.finished_s = now
         self._num_given += len(token_ids)
         logprobs = None
@@ -771,14 +777,15 @@ class Engine:
             logprobs = [token_logprobs(sampled, i, index, num_top) for i in range(len(token_ids))]
             live.logprobs.extend(logprobs)
         if live.text is not None and live.text.stopped is not None:
-            self._finish(live, "stop", token_ids, logprobs, stop_reason=live.text.stopped)
+            self._finish(live, "stop", token_ids, logprobs, stop_reason=live.text.stopped, prompt_logprobs=prompt_logprobs)
         elif token_ids[-1] in live.stops:
             named = token_ids[-1] in row.request.params.stop_token_ids
-            self._finish(live, "stop", token_ids, logprobs, stop_reason=token_ids[-1] if named else None)
+            self._finish(live, "stop", token_ids, logprobs, stop_reason=token_ids[-1] if named else None, prompt_logprobs=prompt_logprobs)
         elif row.num_new_tokens >= row.request.max_new_tokens:
-            self._finish(live, "length", token_ids, logprobs)
+            self._finish(live, "length", token_ids, logprobs, prompt_logprobs=prompt_logprobs)
         else:
-            self._out.append(TokenDelta(row.request_id, token_ids, logprobs, None, text=piece))
+            known = dict(num_cached_tokens=row.num_cached_tokens, prompt_logprobs=prompt_logprobs)
+            self._out.append(TokenDelta(row.request_id, token_ids, logprobs, None, text=piece, **known))  # type: ignore[arg-type]
 
     def _read(self, live: _Live, token_ids: list[int]) -> tuple[list[int], str]:
         """Tokens as text: those up to the end of the answer, and the text that became certain."""
@@ -805,6 +812,7 @@ class Engine:
         logprobs: list[TokenLogprobs] | None = None,
         error: str | None = None,
         stop_reason: int | str | None = None,
+        prompt_logprobs: list[TokenLogprobs | None] | None = None,
     ) -> None:
         row, times = live.row, live.times
         if live.text is not None and reason in ("abort", "error"):
@@ -815,7 +823,17 @@ class Engine:
         self._meter.finished(times, row.num_new_tokens)
         shown = live.pieces[-1] if live.text is not None and live.pieces else None
         self._out.append(
-            TokenDelta(row.request_id, token_ids, logprobs if live.logprobs is not None else None, reason, error, shown, stop_reason)
+            TokenDelta(
+                row.request_id,
+                token_ids,
+                logprobs if live.logprobs is not None else None,
+                reason,
+                error,
+                shown,
+                stop_reason,
+                row.num_cached_tokens,
+                prompt_logprobs,
+            )
         )
         first = times.time_to_first_token()
         decode = 0.0 if times.first_token_s is None or times.finished_s is None else times.finished_s - times.first_token_s

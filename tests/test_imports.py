@@ -32,7 +32,7 @@ HOST = (
     "checkpoint",
 )
 TRACED = ("kv_cache", "params", "layers", "attention", "model", "fused_decode", "sampling", "step", "engine_step")
-MEETING = ("load", "generation", "runner", "engine", "async_engine", "llm", "bench", "cli", "__main__")
+MEETING = ("load", "generation", "runner", "engine", "async_engine", "llm", "server", "bench", "cli", "__main__")
 # What the traced column may know of the host: plain values.
 SHARED_VALUES = ("errors", "config", "inputs")
 # Imported by a host module, each of these would bring JAX along.

@@ -1,4 +1,4 @@
-"""The ``pagedjax`` command: ``generate``, ``chat``, ``info`` and ``demo``.
+"""The ``pagedjax`` command: ``generate``, ``chat``, ``serve``, ``info`` and ``demo``.
 
 Modules here import JAX and the model only inside the functions that need them, so that ``--help`` and a wrong option answer
 at once.

@@ -22,6 +22,7 @@ from pagedjax.cli.demo import demo
 from pagedjax.cli.generate import generate
 from pagedjax.cli.info import info
 from pagedjax.cli.interrupts import EXIT_INTERRUPTED, leave
+from pagedjax.cli.serve import serve
 from pagedjax.errors import PagedjaxError
 
 EXIT_ERROR = 2
@@ -37,7 +38,7 @@ def app() -> None:
     """
 
 
-for _command in (generate, chat, info, demo, bench):
+for _command in (generate, chat, serve, info, demo, bench):
     app.add_command(_command)
 
 

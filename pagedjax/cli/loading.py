@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -99,8 +99,8 @@ def resolve_model(model: str | None) -> str | Path:
         return demo_model(progress)
 
 
-def load(path: str | Path, *, dtype: str, max_model_len: int | None, seed: int = 0) -> LLM:
-    """Load what `resolve_model` gave; see `LLM` for the arguments and errors."""
+def load(path: str | Path, *, dtype: str, max_model_len: int | None, seed: int = 0, **options: Any) -> LLM:
+    """Load what `resolve_model` gave; see `LLM` for the arguments, further `options` among them, and errors."""
     from pagedjax.llm import LLM
 
     # Seconds only: a script that reads stderr gets the errors and nothing else.
@@ -111,4 +111,5 @@ def load(path: str | Path, *, dtype: str, max_model_len: int | None, seed: int =
             max_model_len=max_model_len,
             seed=seed,
             progress=lambda done, total: progress("loading weights", done, total),
+            **options,
         )

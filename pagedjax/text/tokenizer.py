@@ -12,6 +12,12 @@ from pagedjax.errors import RequestError
 from pagedjax.text.chat_template import Message, render
 from pagedjax.text.stream import TextStream
 
+# How byte-level vocabularies spell the 256 bytes (GPT-2, Radford et al. 2019): printable ones as themselves, the others from U+0100 on.
+_PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)
+}
+
 
 class Tokenizer:
     """Text to token ids and back, and conversations to text.
@@ -49,7 +55,11 @@ class Tokenizer:
         self.eos_token_id = self._named_id("eos_token")
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        self._byte_fallback = backend.decoder is not None and b"ByteFallback" in backend.decoder.__getstate__()
+        decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()
+        self._byte_fallback = b"ByteFallback" in decoder
+        self._byte_level = b"ByteLevel" in decoder
+        self._spaced = "▁".encode() in decoder or b"u2581" in decoder
+        self._added_ids = frozenset(backend.get_added_tokens_decoder())
 
     @classmethod
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -123,6 +133,20 @@ class Tokenizer:
           RequestError: a negative id.
         """
         return self._backend.decode(_checked(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """One token within a text: perhaps part of a character; the space before a word included. Empty for an unknown id."""
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id not in self._added_ids:
+            if self._byte_level and all(char in _BYTE_OF for char in piece):
+                return bytes(_BYTE_OF[char] for char in piece)
+            if self._byte_fallback and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes.fromhex(piece[3:5])
+            if self._spaced:
+                return piece.replace("▁", " ").encode()
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def stream(self, skip_special_tokens: bool = True, *, context: Iterable[int] = ()) -> TextStream:
         """A decoder for ids that come one at a time.
