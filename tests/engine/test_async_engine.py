@@ -36,9 +36,11 @@ async def collect(front, ids, sampling=GREEDY, **options):
 def in_front(params, work, config=SMALL):
     """Run the coroutine function `work` on an `AsyncEngine`; afterwards all its blocks are free and its thread is gone."""
     engine = Engine(params, TINY, config)
+    before = set(threading.enumerate())  # other tests of this process may have a server that runs
 
     async def run():
         async with AsyncEngine(engine) as front:
+            assert [t.name for t in set(threading.enumerate()) - before if t.name == "pagedjax-engine"]
             result = await work(front)
             while (stats := await front.stats()).num_running or stats.num_waiting:
                 await asyncio.sleep(0.01)
@@ -46,7 +48,7 @@ def in_front(params, work, config=SMALL):
             return result
 
     result = asyncio.run(asyncio.wait_for(run(), 120))
-    assert not [t for t in threading.enumerate() if t.name == "pagedjax-engine"]
+    assert not [t for t in set(threading.enumerate()) - before if t.name == "pagedjax-engine"]
     return result
 
 
@@ -81,13 +83,20 @@ def test_leaving_the_loop_aborts(params, want):
             break
         await stream.aclose()
 
+        began, step = asyncio.Event(), front._engine.step
+
         async def read():
             async for _ in front.generate(PROMPTS[1], long):
-                pass
+                began.set()
 
-        for wait in (0, 0.02):
+        def slow_step():  # or the answer may be there, whole, before it is cancelled
+            time.sleep(0.02)
+            return step()
+
+        front._engine.step = slow_step
+        for wait in (asyncio.sleep(0), began.wait()):
             task = asyncio.create_task(read())
-            await asyncio.sleep(wait)
+            await wait
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
