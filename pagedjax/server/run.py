@@ -25,6 +25,8 @@ from pagedjax.server.settings import ServerConfig
 logger = logging.getLogger("pagedjax.server")
 
 _HEADER_BYTES = 64 << 10
+# Longer than clients keep an idle connection (OpenAI's: 5 s): were the two equal, a request could meet the connection's end.
+_KEEP_ALIVE_S = 75
 _AFTER_DRAIN_S = 5.0  # for streams to tell their clients that the engine was stopped
 
 
@@ -112,6 +114,7 @@ def server(llm: LLM, config: ServerConfig, *, access_log: bool = False) -> _Serv
         access_log=access_log,
         server_header=False,
         h11_max_incomplete_event_size=_HEADER_BYTES,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=int(config.drain_s + _AFTER_DRAIN_S) + 1,
     )
     return _Server(settings, config.drain_s, stop_engine)
